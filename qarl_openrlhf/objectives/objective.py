@@ -1,0 +1,241 @@
+"""The objective: surrogate times weight, summed over units, divided by OpenRLHF's global counts.
+
+Normalisation is OpenRLHF's: ``batch_num_tokens`` and ``global_batch_size`` (non-empty responses) are counted over all
+ranks and micro-batches of an optimizer step and divided by the number of accumulation steps; DeepSpeed averages over
+ranks and accumulation steps, and ``dp_size`` undoes the first. So a batch gives one gradient however it is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Callable
+
+import torch
+from torch import Tensor
+
+from .base import Batch, ObjectiveError, Surrogate, Units, prepare
+from .hyper import Hyperparameter, Param, check_value, hyperparameters_of
+from .metrics import Sums, batch_sums, metrics_from_sums
+from .weights import STATISTICS, WEIGHTS, MismatchWeight, mismatch_weight
+
+LEVELS = ("token", "response")
+MEANS = ("tokens", "responses")
+
+
+def _common(
+    *,
+    is_weight: Annotated[str, Param("mismatch weight", choices=WEIGHTS)] = "token",
+    is_cap: Annotated[float, Param("cap C of the mismatch weight", at_least=1)] = 2.0,
+    is_statistic: Annotated[str, Param("is_weight=mis: the ratio that must lie in [is_low, is_high]", choices=STATISTICS)] = "geometric",
+    is_low: Annotated[float, Param("is_weight=mis: lower end; 0 is none", at_least=0)] = 0.0,
+    is_high: Annotated[float, Param("is_weight=mis: upper end; 0 means is_cap", at_least=0)] = 0.0,
+    drop: Annotated[bool, Param("take rejected and out-of-band responses out of the denominator")] = False,
+):
+    """The hyperparameters that every objective has (``is_weight`` with the objective's own default)."""
+
+
+_BAND_SCALE = Hyperparameter(
+    1.0, float, "multiplies the sequence bands (above 0)", Param("multiplies the sequence bands", above=0)
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A surrogate function and how it is used; what ``@objective`` makes of it.
+
+    ``on_policy``: the objective is meant for one optimizer step a rollout, and the trainer refuses anything else.
+    """
+
+    function: Callable[..., Surrogate]
+    level: str
+    mean: str
+    is_weight: str
+    on_policy: bool
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @cached_property
+    def own_hyperparameters(self) -> dict[str, Hyperparameter]:
+        return hyperparameters_of(self.function)
+
+    @cached_property
+    def hyperparameters(self) -> dict[str, Hyperparameter]:
+        """Its own and the common ones, by the name that follows ``--objective.``."""
+        common = hyperparameters_of(_common)
+        common["is_weight"] = common["is_weight"]._replace(default=self.is_weight)
+        if self.level == "response":
+            common["seq_tis_imp_ratio_cap"] = common["is_cap"]._replace(help="the paper's name for is_cap")
+        if self.is_weight == "mis":
+            common["band_scale"] = _BAND_SCALE
+        return {**self.own_hyperparameters, **common}
+
+    def __call__(self, units: Units, **hyperparameters) -> Surrogate:
+        return self.function(units, **hyperparameters)
+
+
+def objective(*, level: str, mean: str, is_weight: str, on_policy: bool = False) -> Callable[[Callable], Spec]:
+    """Declare a surrogate: ``@objective(level="token", mean="tokens", is_weight="token")`` above ``def name(units, *, hp=...)``.
+
+    ``level``: its units are tokens or responses. ``mean``: over all tokens, or over responses (of token means, if the
+    units are tokens). ``is_weight``: the default mismatch weight.
+    """
+    if level not in LEVELS or mean not in MEANS or is_weight not in WEIGHTS:
+        raise ObjectiveError(f"level is one of {LEVELS}, mean of {MEANS}, is_weight of {WEIGHTS}; got {level!r}, {mean!r}, {is_weight!r}")
+    if level == "response" and mean == "tokens":
+        raise ObjectiveError("an objective with level='response' has mean='responses'")
+    return lambda function: Spec(function, level, mean, is_weight, on_policy)
+
+
+@dataclass(frozen=True)
+class ObjectiveResult:
+    """``loss``: 0-d, to minimise. ``sums``: see metrics.py; ``metrics``: the same divided, for this batch alone. Detached."""
+
+    loss: Tensor
+    sums: Sums
+
+    @cached_property
+    def metrics(self) -> dict[str, Tensor]:
+        return metrics_from_sums(self.sums)
+
+
+class Objective:
+    """A surrogate with its hyperparameters fixed; made by ``build_objective``."""
+
+    def __init__(self, spec: Spec, **given):
+        self.spec, self.name = spec, spec.name
+        self.level, self.mean, self.on_policy = spec.level, spec.mean, spec.on_policy
+        known = spec.hyperparameters
+        for name in given:
+            if name not in known:
+                raise ObjectiveError(f"objective {self.name!r} has no hyperparameter {name!r}; it has: {', '.join(known)}")
+        hp = {name: check_value(self.name, name, given.get(name, h.default), h) for name, h in known.items()}
+
+        _merge_paper_cap(self.name, hp, known["is_cap"].default)
+        if hp["is_weight"] != "mis":
+            for name in ("is_statistic", "is_low", "is_high"):
+                if hp[name] != known[name].default:
+                    raise ObjectiveError(f"{self.name}: {name} belongs to is_weight='mis' and does nothing with is_weight={hp['is_weight']!r}")
+        self._mis = _mis_band(self.name, hp)
+        self.hyperparameters = hp
+        self._surrogate_hp = {name: hp[name] for name in spec.own_hyperparameters}
+        self._surrogate(prepare(*[torch.zeros(1, 1)] * 4, torch.ones(1, 1)))  # a surrogate refuses what ranges cannot
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.hyperparameters.items())})"
+
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, action_mask: Tensor,
+        *, dp_size: int = 1, batch_num_tokens=None, global_batch_size=None, global_kept=None,
+    ) -> ObjectiveResult:  # fmt: skip
+        """The loss of one micro-batch.
+
+        All tensors [B, T] (``advantages`` also [B]), any float dtype, computed in float32. ``batch_num_tokens`` and
+        ``global_batch_size``: see the module; None means this batch is all there is. ``global_kept`` replaces them
+        under ``drop``: the sum of ``count_kept`` over the same ranks and micro-batches, divided in the same way.
+
+        Raises ObjectiveError for wrong shapes and for NaN or infinity, naming tensor and row.
+        """
+        batch = prepare(log_probs, old_log_probs, rollout_log_probs, advantages, action_mask)
+        units, surrogate = self._surrogate(batch)
+        weight = self._weight(batch)
+        if self.hyperparameters["drop"]:
+            denominator = self._kept_denominator(batch, surrogate, weight, dp_size, batch_num_tokens, global_batch_size, global_kept)
+        else:
+            denominator = batch_num_tokens if self.mean == "tokens" else global_batch_size
+        if denominator is None:
+            denominator = self._count(batch)
+        denominator = torch.as_tensor(denominator, dtype=torch.float32, device=batch.mask.device)
+        # An optimizer step without a single (kept) response: the sum is 0 and stays on the graph.
+        denominator = torch.where(denominator > 0, denominator, 1.0)
+        loss = -self._total(batch, surrogate, weight) / denominator * dp_size
+        return ObjectiveResult(loss, batch_sums(batch, units, surrogate, weight))
+
+    @torch.no_grad()
+    def count_kept(self, log_probs, old_log_probs, rollout_log_probs, advantages, action_mask) -> Tensor:
+        """Tokens or responses (whatever the mean is over) that ``drop`` leaves in the denominator of this micro-batch; 0-d."""
+        batch = prepare(log_probs, old_log_probs, rollout_log_probs, advantages, action_mask)
+        return self._count_kept(batch, self._surrogate(batch)[1], self._weight(batch))
+
+    @torch.enable_grad()
+    def token_coefficients(self, log_probs, old_log_probs, rollout_log_probs, advantages, action_mask) -> Tensor:
+        """d(objective)/d(logpi_t) before normalisation, [B, T] detached: 0 where a token is clipped, rejected or masked."""
+        leaf = log_probs.detach().float().requires_grad_()
+        batch = prepare(leaf, old_log_probs, rollout_log_probs, advantages, action_mask)
+        return torch.autograd.grad(self._total(batch, self._surrogate(batch)[1], self._weight(batch)), leaf)[0]
+
+    def _surrogate(self, batch: Batch) -> tuple[Units, Surrogate]:
+        if self.level == "token":
+            units = batch.tokens()
+        elif self.hyperparameters["is_weight"] == "token":
+            units = batch.response_tokens()  # weights by token need the response by token
+        else:
+            units = batch.responses()
+        return units, self.spec(units, **self._surrogate_hp)
+
+    def _weight(self, batch: Batch) -> MismatchWeight:
+        return mismatch_weight(batch, self.hyperparameters["is_weight"], self.hyperparameters["is_cap"], **self._mis)
+
+    def _total(self, batch: Batch, surrogate: Surrogate, weight: MismatchWeight) -> Tensor:
+        w = _like(weight.values, surrogate.values)
+        if surrogate.weight_band is not None:
+            w = w.clamp(*surrogate.weight_band)
+        values = w * surrogate.values
+        if values.ndim == 1:
+            return torch.where(batch.nonempty, values, 0.0).sum()
+        values = torch.where(batch.mask, values, 0.0)
+        return values.sum() if self.mean == "tokens" else batch.response_mean(values).sum()
+
+    def _count(self, batch: Batch) -> Tensor:
+        return (batch.mask if self.mean == "tokens" else batch.nonempty).sum(dtype=torch.float32)
+
+    def _count_kept(self, batch: Batch, surrogate: Surrogate, weight: MismatchWeight) -> Tensor:
+        kept = batch.mask if self.mean == "tokens" else batch.nonempty
+        if weight.rejected is not None:
+            kept = kept & ~_like(weight.rejected, kept)
+        if surrogate.outside is not None:
+            outside = surrogate.outside
+            kept = kept & ~((outside & batch.mask).any(-1) if outside.ndim > kept.ndim else outside)
+        return kept.sum(dtype=torch.float32)
+
+    def _kept_denominator(self, batch, surrogate, weight, dp_size, batch_num_tokens, global_batch_size, global_kept):
+        if global_kept is not None:
+            return global_kept
+        whole = batch_num_tokens if self.mean == "tokens" else global_batch_size
+        if dp_size != 1 or (whole is not None and float(whole) != float(self._count(batch))):
+            raise ObjectiveError(
+                f"{self.name}: drop=True divides by what is kept on all ranks and micro-batches; pass global_kept,"
+                " the sum of count_kept() over them, divided as batch_num_tokens and global_batch_size are"
+            )
+        return self._count_kept(batch, surrogate, weight)
+
+
+def _like(by_response: Tensor, units: Tensor) -> Tensor:
+    """[B] -> [B, 1] where the units are tokens."""
+    return by_response[:, None] if by_response.ndim < units.ndim else by_response
+
+
+def _merge_paper_cap(owner: str, hp: dict, default: float) -> None:
+    paper = hp.pop("seq_tis_imp_ratio_cap", default)
+    if paper == default:
+        return
+    if hp["is_cap"] not in (default, paper):
+        raise ObjectiveError(f"{owner}: is_cap={hp['is_cap']:g} and seq_tis_imp_ratio_cap={paper:g} are two names of one number")
+    hp["is_cap"] = paper
+
+
+def _mis_band(owner: str, hp: dict) -> dict:
+    """``statistic``, ``low``, ``high`` of the mis weight.
+
+    band_scale widens a band around 1 that was asked for, of the geometric mean (whose spread goes like 1/sqrt(L)); the
+    defaults, no lower end and the cap, are not such a band.
+    """
+    low, high, statistic = hp["is_low"], hp["is_high"], hp["is_statistic"]
+    scale = hp.get("band_scale", 1.0) if statistic == "geometric" else 1.0
+    low = max(0.0, 1 - (1 - low) * scale) if low else 0.0
+    high = 1 + (high - 1) * scale if high else hp["is_cap"]
+    if not low < high:
+        raise ObjectiveError(f"{owner}: is_low={low:g} must be below is_high={high:g}")
+    return {"statistic": statistic, "low": low, "high": high}
