@@ -1,0 +1,46 @@
+"""Put our actors where OpenRLHF's ``train`` looks for them."""
+
+import ray
+from openrlhf.cli import train_ppo_ray
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ray import vllm_engine
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from qarl_openrlhf.actors import model_workers, policy, trainer
+from qarl_openrlhf.actors.strategy import make_strategy
+from qarl_openrlhf.engine.actor import QarlRolloutActor
+from qarl_openrlhf.runtime import placement_group
+
+
+def install(args):
+    """Returns OpenRLHF's ``train`` function, which now builds our classes (this process only)."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # The controller writes the run directory, which the driver reads: same node.
+    ppo_trainer.PPOTrainer = trainer.QarlPPOTrainer.options(scheduling_strategy=here)
+    ppo_trainer_async.PPOTrainerAsync = trainer.QarlPPOTrainerAsync.options(scheduling_strategy=here)
+    vllm_engine.RolloutRayActor = _EngineFactory(ray.remote(QarlRolloutActor), args)
+    train_ppo_ray.PolicyModelActor = policy.QarlPolicyActor
+    train_ppo_ray.ReferenceModelActor = model_workers.ReferenceModelActor
+    train_ppo_ray.RewardModelActor = model_workers.RewardModelActor
+    train_ppo_ray.CriticModelActor = model_workers.CriticModelActor
+    train_ppo_ray.get_strategy = make_strategy
+    train_ppo_ray.placement_group = placement_group
+    return train_ppo_ray.train
+
+
+class _EngineFactory:
+    """``RolloutRayActor.options(...).remote(...)`` with the scheme and device of this run added."""
+
+    def __init__(self, actor_class, args, options: dict | None = None):
+        self.actor_class, self.args, self.ray_options = actor_class, args, options or {}
+
+    def options(self, **ray_options) -> "_EngineFactory":
+        return _EngineFactory(self.actor_class, self.args, ray_options)
+
+    def remote(self, **kwargs):
+        return self.actor_class.options(**self.ray_options).remote(
+            qarl_scheme=self.args.quant.scheme,
+            qarl_device=self.args.device,
+            qarl_stop=self.args.rollout.stop,
+            **kwargs,
+        )

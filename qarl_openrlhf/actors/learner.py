@@ -1,0 +1,184 @@
+"""One rollout's worth of training: old log-probs in the training layout, the updates, the packed publish."""
+
+import time
+from collections.abc import Iterator
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+from openrlhf.utils.loss_utils import iter_grad_accum_global_norm
+from torch.utils.data import DataLoader
+
+from qarl_openrlhf.actors.loss import ObjectiveLoss
+from qarl_openrlhf.metrics import error_tokens, mismatch
+from qarl_openrlhf.metrics.accumulate import Sums
+from qarl_openrlhf.objectives import build_objective
+from qarl_openrlhf.quant.convert import published_tensors
+from qarl_openrlhf.sync.probe import LogprobProbe
+from qarl_openrlhf.sync.publisher import Publisher
+
+
+class QarlActorTrainer(ActorPPOTrainer):
+    """``ActorPPOTrainer`` with r = 1 exactly before the first update, any objective, and one packed publish.
+
+    OpenRLHF's replay buffer strips padding and collates anew, so log-probs computed at experience-making time belong to
+    another layout than the training pass: in BF16 that alone moves sequence ratios out of narrow bands. Here the
+    micro-batches of a rollout are fixed first and the old log-probs computed on exactly those.
+    """
+
+    def __init__(self, strategy, actor, ema_model, actor_optim, actor_scheduler, **kwargs):
+        super().__init__(strategy, actor, ema_model, actor_optim, actor_scheduler, **kwargs)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        if self.args.objective.name:
+            self.actor_loss_fn = ObjectiveLoss(build_objective(self.args.objective.name, **self.args.objective.hyperparameters))
+        self.version = 0
+        self.published: dict = {}
+        self.publisher = self.probe = None
+        if self.vllm_engines:
+            sync = self.args.sync
+            if dist.get_rank() == 0:
+                self.publisher = Publisher(
+                    self.vllm_engines,
+                    transport=sync.transport,
+                    bucket_mb=sync.bucket_mb,
+                    timeout_s=sync.timeout_s,
+                    verify=sync.verify,
+                )
+            self.probe = LogprobProbe(self.tokenizer, tolerance=sync.probe_tol, timeout_s=sync.timeout_s)
+
+    def _init_vllm_sync_group(self, backend: str) -> None:
+        """OpenRLHF's broadcast group is not used: the publisher makes its own."""
+
+    # ---- training -----------------------------------------------------------------------------------------------------
+
+    def ppo_train(self, kl_ctl: float) -> dict:
+        """Train on the replay buffer; returns the rollout's metrics (on rank 0; other ranks return an empty dict)."""
+        started = time.perf_counter()
+        batches = self._fixed_micro_batches()
+        if not batches:
+            return {}
+        sums = Sums()
+        for batch in batches:
+            self._set_old_log_probs(batch, sums)
+        old_log_probs_s = time.perf_counter() - started
+
+        started = time.perf_counter()
+        window = 1 if self.args.train.dynamic_batch_enable else self.strategy.accumulated_gradient
+        for epoch in range(self.max_epochs):
+            order = torch.randperm(len(batches)).tolist() if epoch else range(len(batches))
+            ordered = (batches[i] for i in order)
+            if self.args.train.dynamic_batch_enable:
+                pairs = ((batch, None) for batch in (batches[i] for i in range(len(batches))))
+            else:
+                pairs = iter_grad_accum_global_norm(ordered, self.strategy, window, lambda batch: batch.action_mask)
+            for step, (batch, loss_info) in enumerate(pairs):
+                status = self.training_step(batch, kl_ctl, step, loss_info)
+                update = sum(self.replay_buffer.dynamic_optimizer_step[:step]) if self.args.train.dynamic_batch_enable else step // window
+                self._collect(sums, status, epoch_update=update if epoch == 0 else None)
+        train_s = time.perf_counter() - started
+
+        metrics = sums.reduce()
+        metrics["timing/old_logprobs"] = old_log_probs_s
+        metrics["timing/train"] = train_s
+        metrics["policy/updates"] = float(self.actor.model.global_steps)
+        return metrics if self.strategy.is_rank_0() else {}
+
+    def _fixed_micro_batches(self) -> list[Experience]:
+        """The rollout's micro-batches, collated once, in training order; only whole optimizer steps.
+
+        A trailing part of an optimizer step is dropped with a message: its gradient would leak into the next rollout.
+        """
+        dynamic = self.args.train.dynamic_batch_enable
+        if dynamic:
+            self.replay_buffer.setup_dynamic_batch(self.strategy)
+        shuffle = self.strategy.ring_attn_group is None and self.args.ds.tensor_parallel_size <= 1 and not dynamic
+        loader = DataLoader(
+            self.replay_buffer,
+            batch_size=self.replay_buffer.sample_batch_size,
+            shuffle=shuffle,
+            drop_last=True,
+            collate_fn=self.replay_buffer.collate_fn,
+        )
+        batches = [batch.to_device(self.device) for batch in loader]
+        if not dynamic:
+            whole = len(batches) - len(batches) % self.strategy.accumulated_gradient
+            if whole < len(batches):
+                self.strategy.print(
+                    f"dropping {len(batches) - whole} micro-batches that do not fill an optimizer step "
+                    f"({self.strategy.accumulated_gradient} micro-batches); make rollout.batch_size * "
+                    "rollout.n_samples_per_prompt a multiple of train.batch_size"
+                )
+            batches = batches[:whole]
+        return batches
+
+    @torch.no_grad()
+    def _set_old_log_probs(self, batch: Experience, sums: Sums) -> None:
+        self.actor.train()
+        batch.action_log_probs = self.actor(
+            batch.sequences,
+            batch.action_mask,
+            attention_mask=batch.attention_mask,
+            ring_attn_group=self.strategy.ring_attn_group,
+        )
+        if batch.rollout_log_probs is not None:
+            sums.merge(mismatch.statistics(batch.action_log_probs, batch.rollout_log_probs, batch.action_mask))
+            sums.merge(error_tokens.statistics(batch))
+
+    def _collect(self, sums: Sums, status: dict, epoch_update: int | None) -> None:
+        """Add one micro-batch's metrics; objective metrics also by the index of the update within the rollout."""
+        tokens, samples = status["num_action_tokens"], status["num_samples"]
+        for name, value in status["metrics"].items():
+            weight = status["weights"][name]
+            if weight is None:
+                sums.last[name] = float(value)
+            else:
+                scale = tokens if weight == "token" else samples
+                mean = value.float().mean() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+                sums.add(name, mean * scale, scale)
+        if isinstance(self.actor_loss_fn, ObjectiveLoss):
+            sums.merge_ratios(self.actor_loss_fn.sums)
+            if epoch_update is not None:
+                in_band = self.actor_loss_fn.sums.get("objective/in_band_frac")
+                if in_band is not None:
+                    sums.add(f"objective/in_band_frac_by_update/{epoch_update}", *in_band)
+
+    # ---- publishing ---------------------------------------------------------------------------------------------------
+
+    def published_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the engines get, in checkpoint names. Every rank must exhaust it: ZeRO-3 gathers layer by layer."""
+        gather = deepspeed.zero.GatheredParameters if self.args.ds.zero_stage == 3 else None
+        return published_tensors(self.actor.network, self.actor.scheme, gather=gather)
+
+    def broadcast_to_vllm(self) -> dict:
+        """Publish the current weights to every engine, verify, probe. Errors name engine and tensor."""
+        started = time.perf_counter()
+        self.version += 1
+        cache = self.actor.quant_cache
+        quantize_before = cache.stats.seconds
+        tensors = self.published_tensors()
+        metrics = {}
+        if self.publisher is not None:
+            metrics = self.publisher.publish(tensors, self.version)
+            metrics["sync/changed_code_frac"] = self._changed_code_fraction()
+        else:
+            for _ in tensors:
+                pass
+        metrics["sync/quantise_ms"] = (cache.stats.seconds - quantize_before) * 1e3
+        if self.version == 1 or self.version % self.args.sync.probe_every == 0:
+            metrics |= self.probe.run(self.actor, self.vllm_engines, self.version, is_sender=self.publisher is not None)
+        dist.barrier()
+        metrics["timing/publish"] = time.perf_counter() - started
+        return metrics if self.strategy.is_rank_0() else {}
+
+    def _changed_code_fraction(self) -> float:
+        """Share of the low-bit codes that differ from the previous publish (0 at the first)."""
+        changed = total = 0
+        current = self.actor.quant_cache.packed_weights()
+        for name, packed in current.items():
+            if name in self.published:
+                c, n = packed.changed_codes(self.published[name])
+                changed, total = changed + c, total + n
+        self.published = current
+        return changed / total if total else 0.0

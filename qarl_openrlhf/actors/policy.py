@@ -1,0 +1,53 @@
+"""The Ray actor that owns the learner."""
+
+import os
+
+import ray
+import torch
+from openrlhf.trainer.ray import ppo_actor
+
+from qarl_openrlhf.actors.learner import QarlActorTrainer
+from qarl_openrlhf.actors.model_workers import plain_class
+from qarl_openrlhf.actors.quant_actor import QuantActor
+from qarl_openrlhf.quant.export import export_checkpoint
+from qarl_openrlhf.runtime import available_cpus
+
+# ``PolicyModelActor.init_model_from_pretrained`` looks the trainer class up in its module.
+ppo_actor.ActorPPOTrainer = QarlActorTrainer
+
+
+@ray.remote(num_gpus=1)
+class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
+    """``PolicyModelActor`` with a ``QuantActor`` and our trainer step."""
+
+    def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None):
+        if not torch.cuda.is_available():
+            # Ray sets one thread per requested CPU; learner and engine take turns, so each may use all cores.
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", available_cpus())))
+        super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
+
+    def broadcast_to_vllm(self) -> dict:
+        """Publish to all engines; returns the ``sync/*`` metrics (rank 0; other ranks return an empty dict)."""
+        return self.trainer.broadcast_to_vllm()
+
+    def save_model(self) -> None:
+        """The BF16 model as OpenRLHF saves it and, for a quantized policy, the compressed-tensors export beside it."""
+        super().save_model()
+        if self.actor.scheme.quantized:
+            self.export_quantized(quantized_directory(self.strategy.args))
+
+    def export_quantized(self, directory: str) -> None:
+        """Write the published tensors as a checkpoint that ``vllm serve`` loads. All ranks call it (ZeRO-3 gathers)."""
+        tensors = self.trainer.published_tensors()
+        if self.strategy.is_rank_0():
+            export_checkpoint(tensors, self.actor.network.config, directory, self.actor.scheme, tokenizer=self.tokenizer)
+        else:
+            for _ in tensors:
+                pass
+        torch.distributed.barrier()
+
+
+def quantized_directory(args) -> str:
+    """Where the quantized export of a finished run goes."""
+    scheme = args.quant.scheme.removesuffix(":rollout").replace(":", "-")
+    return os.path.join(args.ckpt.output_dir, f"quantized-{scheme}")

@@ -1,0 +1,77 @@
+"""The policy: OpenRLHF's Actor with BF16 master weights and a forward on the published low-bit tensors."""
+
+import torch
+from openrlhf.models import Actor
+from openrlhf.models.utils import compute_entropy, log_probs_from_logits
+
+from qarl_openrlhf.quant.convert import ConversionReport, convert_model
+from qarl_openrlhf.quant.scheme import QuantScheme
+
+
+class QuantActor(Actor):
+    """An ``Actor`` whose linear layers run in a ``QuantScheme``.
+
+    The master weights are the module's BF16 parameters, which DeepSpeed casts from its float32 copy after every optimizer
+    step. They are quantized once per step; forward, publish and export all read that one result.
+    """
+
+    @classmethod
+    def convert(cls, actor: Actor, scheme: QuantScheme, *, cache: str) -> ConversionReport:
+        """Turn ``actor`` into a ``QuantActor`` in place, before DeepSpeed wraps it (names and parameters stay)."""
+        report = convert_model(actor.model, scheme, cache=cache)
+        actor.__class__ = cls
+        actor.scheme = scheme
+        actor.last_step_seen = 0
+        return report
+
+    @property
+    def network(self) -> torch.nn.Module:
+        """The Hugging Face model, inside or outside DeepSpeed's engine."""
+        return getattr(self.model, "module", self.model)
+
+    @property
+    def quant_cache(self):
+        return self.network.quant_cache
+
+    def weights_changed(self) -> None:
+        """Called after every ``engine.step()``: drops the packed weights if that one ended an accumulation window."""
+        if self.model.global_steps != self.last_step_seen:
+            self.last_step_seen = self.model.global_steps
+            self.quant_cache.invalidate()
+
+    def forward(self, sequences, action_mask=None, attention_mask=None, return_output=False, **kwargs):
+        """Log-probabilities of the action tokens, float32 [B, A], as in ``Actor.forward``.
+
+        For plain padded batches the lm_head runs only from the first position any row acts at: with a shared prompt length
+        that saves most of the lm_head product and of the float32 logits. Everything else is left to OpenRLHF.
+        """
+        return_entropy = kwargs.get("return_entropy", False)
+        plain = action_mask is not None and not self.packing_samples and not self.is_vlm
+        extra = {k for k, v in kwargs.items() if v is not None} - {"return_entropy"}
+        if not plain or extra or action_mask.shape[1] != sequences.shape[1] - 1:
+            return super().forward(
+                sequences, action_mask, attention_mask=attention_mask, return_output=return_output, **kwargs
+            )
+
+        acting = action_mask.any(dim=0).nonzero()
+        first = int(acting[0]) if len(acting) else sequences.shape[1] - 2
+        position_ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+        output = self.model(
+            sequences,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            logits_to_keep=sequences.shape[1] - first,
+        )
+        logits = output["logits"][:, :-1].float()  # position t predicts token t + 1; the last predicts nothing
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        targets = sequences[:, first + 1 :]
+        log_probs = _pad_left(log_probs_from_logits(logits, targets), first) * action_mask.float()
+        output["logits"] = logits
+        if return_entropy:
+            output.entropy = _pad_left(compute_entropy(logits), first)
+        return (log_probs, output) if return_output else log_probs
+
+
+def _pad_left(x: torch.Tensor, columns: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (columns, 0))

@@ -1,0 +1,129 @@
+"""The controller: publishes before the first rollout, merges and writes the metrics of every step."""
+
+import time
+
+import ray
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+from qarl_openrlhf.actors.model_workers import plain_class
+from qarl_openrlhf.metrics.writer import MetricsWriter
+
+
+class QarlExperienceMaker(RemoteExperienceMaker):
+    """Skips the policy forward at experience-making time: the learner computes the old log-probs itself, in the training layout.
+
+    Only a KL term in the reward needs log-probs here.
+    """
+
+    def _dispatch_forward(self, group, sync_condition, **kwargs):
+        if group is self.actor_model_group and not self._reward_needs_kl():
+            copies = self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
+            placeholder = [mask.float() * 0 for mask in kwargs["action_mask"]]
+            return [ray.put(placeholder)] * copies
+        return super()._dispatch_forward(group, sync_condition, **kwargs)
+
+    def _reward_needs_kl(self) -> bool:
+        return self.initial_model_group is not None and not self.args.algo.kl.use_loss
+
+
+# Both trainers look their helper up in the module of the base class.
+ppo_trainer.RemoteExperienceMaker = QarlExperienceMaker
+
+
+class ReportingTrainer:
+    """What the synchronous and the asynchronous trainer share. Mixed in before OpenRLHF's ``BasePPOTrainer``."""
+
+    overlapping = False  # rollout and update at the same time: the step's time is then OpenRLHF's wall clock
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.metrics_writer = MetricsWriter(self.args.metrics.dir)
+        self.sync_metrics: dict = {}
+        self.started = False
+
+    def broadcast_to_vllm(self) -> None:
+        self.sync_metrics = {}
+        super().broadcast_to_vllm()
+
+    def train_step(self, rollout_samples, global_step: int):
+        started = time.perf_counter()
+        if not self.started:
+            self.started = True
+            self.metrics_writer.note(start_policy_line(rollout_samples, self.args.rollout.n_samples_per_prompt))
+        status, next_step = super().train_step(rollout_samples, global_step)
+        status |= self.sync_metrics
+        status["rollout/tokens"] = float(sum(int(sample.action_mask.sum()) for sample in rollout_samples))
+        status["rollout/mixed_group_frac"] = mixed_group_fraction(rollout_samples, self.args.rollout.n_samples_per_prompt)
+        status["timing/update_total"] = time.perf_counter() - started
+        return status, next_step
+
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
+        logs = dict(logs_dict or {})
+        generation = logs.get("timing/generation")
+        if generation:
+            logs["rollout/tok_per_s"] = logs["rollout/tokens"] / generation
+        sample = logs.pop("generated_samples", None)
+        update = logs.pop("timing/update_total", 0.0)
+        if not self.overlapping:
+            logs["timing/step_total"] = logs.get("timing/generation", 0.0) + update
+        self.metrics_writer.write(global_step, logs)
+        super().save_logs_and_checkpoints(global_step, logs | ({"generated_samples": sample} if sample else {}), client_states)
+
+
+@ray.remote
+class QarlPPOTrainer(ReportingTrainer, plain_class(ppo_trainer.PPOTrainer)):
+    """OpenRLHF's synchronous trainer; engines start with dummy weights, so the first publish precedes the first rollout."""
+
+    def fit(self, global_step: int = 0) -> None:
+        self.broadcast_to_vllm()
+        super().fit(global_step)
+
+
+@ray.remote
+class QarlTrainingActor(ReportingTrainer, plain_class(ppo_trainer_async.TrainingActor)):
+    overlapping = True
+
+
+@ray.remote
+class QarlGenerateSamplesActor(plain_class(ppo_trainer_async.GenerateSamplesActor)):
+    pass
+
+
+@ray.remote(num_cpus=0)
+class QarlVLLMLock(plain_class(ppo_trainer_async.VLLMLock)):
+    pass
+
+
+@ray.remote
+class QarlPPOTrainerAsync(plain_class(ppo_trainer_async.PPOTrainerAsync)):
+    """OpenRLHF's asynchronous trainer, publishing before the generator starts."""
+
+    def fit(self) -> None:
+        ray.get(self.trainer_actor.broadcast_to_vllm.remote())
+        super().fit()
+
+
+ppo_trainer_async.VLLMLock = QarlVLLMLock
+ppo_trainer_async.TrainingActor = QarlTrainingActor
+ppo_trainer_async.GenerateSamplesActor = QarlGenerateSamplesActor
+
+
+def mixed_group_fraction(samples: list, group: int) -> float:
+    """Share of the prompts whose responses did not all get the same reward: the ones that carry a gradient."""
+    rewards = [float(sample.rewards.flatten()[0]) for sample in samples if sample.rewards is not None]
+    groups = [rewards[i : i + group] for i in range(0, len(rewards), group)]
+    return sum(len(set(g)) > 1 for g in groups) / len(groups) if groups else 0.0
+
+
+def start_policy_line(samples: list, group: int) -> str:
+    """One line on the policy before any update, in the scheme it is sampled with."""
+    rewards = [float(sample.rewards.flatten()[0]) for sample in samples if sample.rewards is not None]
+    if not rewards:
+        return "start policy: rewards come from a reward model"
+    mean = sum(rewards) / len(rewards)
+    error = (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / len(rewards)) ** 0.5
+    return (
+        f"start policy (as sampled, before training): mean reward {mean:.3f} +- {error:.3f} on {len(rewards)} responses, "
+        f"mixed groups {mixed_group_fraction(samples, group):.0%}"
+    )

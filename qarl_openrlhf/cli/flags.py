@@ -1,0 +1,92 @@
+"""The flags that qarl_openrlhf adds to OpenRLHF's parser, and which flags a user typed."""
+
+import argparse
+
+from qarl_openrlhf.objectives import list_objectives, objective_hyperparameters
+
+
+def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None) -> None:
+    """Add ``--quant.*``, ``--objective.*``, ``--sync.*``, ``--metrics.dir``, ``--device``, ``--preset``, ``--dry_run``.
+
+    ``own_objective`` (path/to/file.py:function) adds the hyperparameters of a user's objective, too.
+    """
+    group = parser.add_argument_group("qarl: low-bit rollout with an aligned learner")
+    group.add_argument(
+        "--quant.scheme",
+        default="bf16",
+        metavar="NAME[:gN][:rollout]",
+        help="bf16, w4a16, w8a8, fp8 or w4a8; ':gN' sets the group size of 4-bit weights (32, 64, 128); ':rollout' quantizes "
+        "the rollout only and leaves the learner in BF16 (the paper's baseline)",
+    )
+    group.add_argument(
+        "--quant.cache",
+        default="auto",
+        choices=["auto", "packed", "dequant", "none"],
+        help="what the learner keeps between two optimizer steps: the packed weights (about 0.53 byte a weight at 4 bits), "
+        "also the copy its products read, or nothing. Packed bytes are the same in all three",
+    )
+    group.add_argument(
+        "--quant.allow_fp16", action="store_true", help="let --ds.param_dtype fp16 run with a quantized scheme (gradients underflow)"
+    )
+    group.add_argument(
+        "--rollout.stop", nargs="+", default=None, metavar="TEXT", help="strings that end a response; part of the response"
+    )
+    group.add_argument(
+        "--rollout.allow_truncated_sampling",
+        action="store_true",
+        help="let --rollout.top_p < 1 run although sampler and learner then have different distributions",
+    )
+    group.add_argument("--sync.transport", default="auto", choices=["auto", "gloo"], help="how packed tensors reach the engines")
+    group.add_argument("--sync.bucket_mb", type=float, default=256, help="size of one flat buffer of the push, MiB")
+    group.add_argument("--sync.timeout_s", type=float, default=300, help="a push that takes longer fails, naming the engine")
+    group.add_argument(
+        "--sync.verify",
+        default="checksum",
+        choices=["checksum", "readback", "off"],
+        help="check every received tensor; 'readback' also checks what the engine's own parameters hold afterwards",
+    )
+    group.add_argument("--sync.probe_every", type=int, default=1, help="compare log-probs of a fixed text every N pushes")
+    group.add_argument(
+        "--sync.probe_tol", type=float, default=0.3, help="largest mean |delta logp| of that text, in nats, that is still the same weights"
+    )
+    group.add_argument("--metrics.dir", default=None, help="run directory: metrics.jsonl, plots (default: --ckpt.output_dir)")
+    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    group.add_argument("--preset", default=None, metavar="NAME", help="flags of a named recipe, before your own (see docs/objectives.md)")
+    group.add_argument("--dry_run", action="store_true", help="print configuration, resources and per-layer plan; start nothing")
+    group.add_argument("--ray.log_to_driver", action="store_true", help="show the log of every Ray worker in this terminal")
+    _add_objective_flags(parser, own_objective)
+
+
+def _add_objective_flags(parser: argparse.ArgumentParser, own: str | None) -> None:
+    group = parser.add_argument_group("qarl: policy objective (docs/objectives.md)")
+    group.add_argument(
+        "--objective.name",
+        default=None,
+        metavar="NAME",
+        help=f"one of {', '.join(list_objectives())}, or path/to/file.py:function; default: OpenRLHF's own loss",
+    )
+    users: dict[str, list] = {}
+    for objective in [*list_objectives(), *([own] if own else [])]:
+        for name, hyperparameter in objective_hyperparameters(objective).items():
+            users.setdefault(name, []).append((objective, hyperparameter))
+    for name, entries in users.items():
+        first = entries[0][1]
+        defaults: dict[str, list] = {}
+        for objective, hyperparameter in entries:
+            defaults.setdefault(str(hyperparameter.default), []).append(objective)
+        values = next(iter(defaults)) if len(defaults) == 1 else "; ".join(f"{v} ({', '.join(o)})" for v, o in defaults.items())
+        text = f"{first.help}; default {values}".replace("%", "%%")
+        kind = {"action": argparse.BooleanOptionalAction} if first.type is bool else {"type": first.type}
+        group.add_argument(f"--objective.{name}", default=None, help=text, **kind)
+
+
+def typed_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
+    """Destinations ("vllm.num_engines") of the flags present in ``argv``, whatever their value."""
+    saved = [(action, action.default) for action in parser._actions]
+    try:
+        for action, _ in saved:
+            action.default = argparse.SUPPRESS
+        return set(vars(parser.parse_args(argv)))
+    finally:
+        for action, default in saved:
+            action.default = default

@@ -1,0 +1,130 @@
+"""From parsed flags to a checked configuration: what is derived, and which combinations are refused before anything starts."""
+
+import importlib.util
+from types import SimpleNamespace
+
+from qarl_openrlhf.objectives import build_objective, objective_hyperparameters
+from qarl_openrlhf.quant.scheme import QuantScheme
+
+
+class ConfigError(ValueError):
+    """Flags that cannot work together. The message names them and says what would work."""
+
+
+def prepare(flat, device: str, typed: set[str]) -> list[str]:
+    """Adjust flat parsed flags to the machine before OpenRLHF checks them. Returns notes on what was changed.
+
+    Args:
+        flat: argparse namespace with dotted names; typed: the names the user typed (never changed silently).
+    """
+    notes = []
+
+    def set_default(name: str, value, why: str) -> None:
+        if name not in typed and getattr(flat, name) != value:
+            setattr(flat, name, value)
+            notes.append(f"--{name} {value}: {why}")
+
+    if importlib.util.find_spec("flash_attn") is None:
+        set_default("ds.attn_implementation", "sdpa", "flash-attn is not installed")
+        for flag in ("ds.packing_samples", "train.dynamic_batch_enable"):
+            if getattr(flat, flag):
+                raise ConfigError(f"--{flag} needs flash-attn, which is not installed; drop the flag or install flash-attn")
+    if device == "cpu":
+        set_default("vllm.enforce_eager", True, "CUDA graphs need CUDA")
+        if getattr(flat, "vllm.enable_sleep"):
+            setattr(flat, "vllm.enable_sleep", False)
+            notes.append("--vllm.enable_sleep off: vLLM has no sleep mode on a CPU, where it would free no GPU memory")
+    set_default("algo.kl.init_coef", 0.0, "no KL term unless asked for (the paper trains without)") if getattr(
+        flat, "objective.name"
+    ) else None
+    if getattr(flat, "metrics.dir") is None:
+        setattr(flat, "metrics.dir", getattr(flat, "ckpt.output_dir"))
+    return notes
+
+
+def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
+    """Refuse wrong combinations and fill in ``args.objective.hyperparameters``, ``args.quant.cache``, ``args.sync.transport``.
+
+    Args:
+        args: OpenRLHF's nested arguments with our groups in them.
+    """
+    scheme = QuantScheme.parse(args.quant.scheme)
+    args.quant.scheme = str(scheme)
+    args.device = device
+    _check_objective(args, typed)
+    if scheme.quantized:
+        _check_quantized(args, scheme, device)
+    if not args.actor.model_name_or_path:
+        raise ConfigError("--actor.model_name_or_path is missing: a Hugging Face name or a local directory")
+    if not args.data.prompt_dataset:
+        raise ConfigError("--data.prompt_dataset is missing: a Hugging Face data set or a local .jsonl file")
+    if not args.vllm.num_engines:
+        raise ConfigError("--vllm.num_engines must be at least 1: rollouts are made by vLLM")
+    if args.rollout.top_p < 1 and not args.rollout.allow_truncated_sampling:
+        raise ConfigError(
+            f"--rollout.top_p {args.rollout.top_p} samples from a truncated distribution that the learner does not compute; "
+            "use 1.0, or accept the mismatch with --rollout.allow_truncated_sampling"
+        )
+    if args.sync.probe_every < 1:
+        raise ConfigError("--sync.probe_every must be at least 1")
+    if args.sync.transport == "auto":
+        args.sync.transport = "gloo"
+    if args.quant.cache == "auto":
+        args.quant.cache = default_cache(args.ds.zero_stage, device)
+
+
+def default_cache(zero_stage: int, device: str) -> str:
+    """"dequant" where every rank holds all parameters anyway (the copy is small beside them), "packed" under ZeRO-3."""
+    return "packed" if zero_stage == 3 and device == "cuda" else "dequant"
+
+
+def _check_objective(args, typed: set[str]) -> None:
+    given = {name: value for name, value in vars(args.objective).items() if name != "name" and value is not None}
+    if not args.objective.name:
+        if given:
+            raise ConfigError(f"--objective.{next(iter(given))} without --objective.name has no effect: name an objective")
+        args.objective.hyperparameters = {}
+        return
+    rivals = [f for f in sorted(typed) if f.startswith("algo.advantage.is_correction_") or f == "actor.policy_loss_type"]
+    if rivals:
+        raise ConfigError(
+            f"--objective.name {args.objective.name} replaces OpenRLHF's loss and correction: drop --{', --'.join(rivals)} "
+            "(the mismatch weight is --objective.is_weight)"
+        )
+    known = objective_hyperparameters(args.objective.name)
+    foreign = sorted(set(given) - set(known))
+    if foreign:
+        raise ConfigError(
+            f"--objective.name {args.objective.name} has no hyperparameter {', '.join(foreign)}; it has {', '.join(known)}"
+        )
+    build_objective(args.objective.name, **given)  # refuses values out of range, here and not in a Ray worker
+    args.objective.hyperparameters = given
+    if args.objective.name == "onpolicy_grpo":
+        updates = args.rollout.batch_size * args.rollout.n_samples_per_prompt * args.train.max_epochs / args.train.batch_size
+        if updates != 1:
+            raise ConfigError(
+                f"onpolicy_grpo makes one optimizer step a rollout, these flags make {updates:g}: set --train.batch_size "
+                f"{args.rollout.batch_size * args.rollout.n_samples_per_prompt} and --train.max_epochs 1"
+            )
+
+
+def _check_quantized(args, scheme: QuantScheme, device: str) -> None:
+    if args.ds.param_dtype == "fp16" and not args.quant.allow_fp16:
+        raise ConfigError(
+            f"--ds.param_dtype fp16 with --quant.scheme {scheme}: FP16 gradients underflow to NaN (QaRL, section 4); use bf16, "
+            "or --quant.allow_fp16 for an ablation"
+        )
+    if args.ds.load_in_4bit:
+        raise ConfigError(
+            f"--ds.load_in_4bit would load the policy in NF4, which --quant.scheme {scheme} cannot train; drop it"
+        )
+    if args.ds.lora.rank > 0:
+        raise ConfigError(f"--ds.lora.rank with --quant.scheme {scheme} is not supported: QaRL trains the full weights")
+    if args.ds.tensor_parallel_size > 1:
+        raise ConfigError(f"--ds.tensor_parallel_size > 1 with --quant.scheme {scheme} is not supported; use ZeRO-3")
+    if args.ds.use_liger_kernel:
+        raise ConfigError(f"--ds.use_liger_kernel replaces the linear layers that --quant.scheme {scheme} quantizes; drop it")
+    if device == "cpu" and scheme.name in ("fp8", "w4a8"):
+        raise ConfigError(
+            f"--quant.scheme {scheme} needs a GPU engine: vLLM has no {scheme.name} kernel for CPUs. On a CPU use w4a16 or w8a8"
+        )

@@ -1,0 +1,53 @@
+"""One aligned line a step in the driver's terminal, read from the run directory as it is written."""
+
+import json
+import os
+import threading
+
+COLUMNS = (
+    ("reward", "rollout/reward_mean", "{:.3f}"),
+    ("mismatch", "mismatch/abs_logp_mean", "{:.4f}"),
+    ("in-band", "objective/in_band_frac", "{:.0%}"),
+    ("changed", "sync/changed_code_frac", "{:.3%}"),
+    ("tok/s", "rollout/tok_per_s", "{:.0f}"),
+    ("step", "timing/step_total", "{:.1f} s"),
+)
+
+
+def follow(directory: str, stop: threading.Event, show=print) -> None:
+    """Show new notes and steps of a run until ``stop`` is set (and then what is left). Meant for a thread."""
+    files = [_Tail(os.path.join(directory, name)) for name in ("notes.jsonl", "metrics.jsonl")]
+    while True:
+        last = stop.wait(0.5)
+        for row in (row for file in files for row in file.new_rows()):
+            show(row["note"] if "note" in row else step_line(row), flush=True)
+        if last:
+            return
+
+
+def step_line(row: dict) -> str:
+    """``step   3  reward 0.312  mismatch 0.0412 ...``; a metric that is missing shows as ``-``."""
+    cells = []
+    for label, name, form in COLUMNS:
+        value = row.get(name)
+        cells.append(f"{label} {form.format(value) if value is not None else '-':>8}")
+    return f"step {row['step']:>4}  " + "  ".join(cells)
+
+
+class _Tail:
+    """New complete lines of a JSON-lines file, from where it ended when the run began."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.offset = os.path.getsize(path) if os.path.exists(path) else 0
+
+    def new_rows(self) -> list[dict]:
+        if not os.path.exists(self.path):
+            return []
+        with open(self.path, encoding="utf-8") as file:
+            file.seek(self.offset)
+            rows = []
+            while (line := file.readline()).endswith("\n"):
+                rows.append(json.loads(line))
+                self.offset = file.tell()
+        return rows

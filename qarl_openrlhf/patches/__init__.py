@@ -1,0 +1,27 @@
+"""Every change made to someone else's package, one file a package.
+
+Each patch names the place it mends, the reason, and the versions it is written for, and refuses other versions
+(``PatchError``): a patch applied to code it has not seen is how silent corruption starts. ``apply()`` is idempotent and
+is called when ``qarl_openrlhf.actors`` or ``qarl_openrlhf.engine`` is imported, so the driver and every Ray worker get
+the same ones.
+"""
+
+from qarl_openrlhf.patches.versions import PatchError, require_version
+
+__all__ = ["PatchError", "apply", "require_version"]
+
+_applied = False
+
+
+def apply() -> None:
+    """Apply all patches that this process needs (importing OpenRLHF on the way). Later calls do nothing."""
+    global _applied
+    if _applied:
+        return
+    from qarl_openrlhf.patches import deepspeed, flash_attn, openrlhf, torch_cuda
+
+    torch_cuda.apply()
+    deepspeed.apply()
+    flash_attn.apply()
+    openrlhf.apply()
+    _applied = True

@@ -1,0 +1,20 @@
+"""torch.cuda calls that OpenRLHF makes without a guard, on a machine without CUDA.
+
+OpenRLHF 0.11 calls ``current_device``, ``set_device``, ``synchronize``, ``empty_cache`` and ``current_stream`` all over its
+actors. A CPU build of torch raises there. "cpu" is a valid target for every ``.to(current_device())``; the other calls
+have nothing to do. Nothing is touched where CUDA is available.
+"""
+
+import torch
+
+
+def apply() -> None:
+    if torch.cuda.is_available():
+        return
+    torch.cuda.current_device = lambda: "cpu"
+    for name in ("set_device", "synchronize", "empty_cache", "current_stream"):
+        setattr(torch.cuda, name, _nothing)
+
+
+def _nothing(*_args, **_kwargs) -> None:
+    return None

@@ -1,0 +1,159 @@
+"""Where a run lives: the device, the process environment, the Ray cluster and the resources asked of it."""
+
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+
+PLACEMENT_TIMEOUT_S = 60
+
+# Set before Ray starts, since Ray workers inherit the environment of the Ray head, not of the driver. Each entry says why.
+CPU_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "TORCH_COMPILE_DISABLE": "1",  # vLLM's sampler and DeepSpeed call torch.compile even in eager mode: minutes of g++
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would give learner and engine the same core
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "OMP_WAIT_POLICY": "PASSIVE",  # learner and engine take turns on the same cores: no spinning while the other works
+    "KMP_BLOCKTIME": "0",
+}
+COMMON_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Zero-copy tensors out of the object store are read-only, and torch warns at every one of them.
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "0",
+}
+
+
+class ResourceError(RuntimeError):
+    """The cluster cannot give what the run needs. The message names the resource, the need and what is there."""
+
+
+def resolve_device(requested: str) -> str:
+    """"auto" -> "cuda" where a GPU is visible, else "cpu"; asking for "cuda" without one is an error."""
+    import torch
+
+    if requested == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ResourceError("--device cuda, but torch sees no CUDA device; use --device cpu, or a CUDA build of torch")
+    return requested
+
+
+def set_environment(device: str, threads: int | None = None) -> dict[str, str]:
+    """Fill in what the user has not set and return all of it (also handed to Ray workers of an existing cluster)."""
+    wanted = dict(COMMON_ENVIRONMENT)
+    if device == "cpu":
+        wanted |= CPU_ENVIRONMENT
+        wanted["OMP_NUM_THREADS"] = str(threads or available_cpus())
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    return {name: os.environ[name] for name in wanted}
+
+
+def available_cpus() -> int:
+    """Cores this process may use (cgroup affinity, not the machine's total)."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class ResourcePlan:
+    """GPUs (logical ones on a CPU machine) asked of Ray, by role."""
+
+    by_role: dict[str, int]
+
+    @property
+    def gpus(self) -> int:
+        return sum(self.by_role.values())
+
+    @classmethod
+    def of(cls, args) -> "ResourcePlan":
+        """The bundles OpenRLHF's ``train`` will ask for with these (resolved) arguments."""
+
+        def size(group) -> int:
+            return group.num_nodes * group.num_gpus_per_node
+
+        roles: dict[str, int] = {"actor": size(args.actor)}
+        shared = args.train.colocate_all or args.train.colocate_actor_ref
+        if args.algo.kl.init_coef > 0:
+            roles["reference"] = 0 if shared else size(args.ref)
+        if args.critic.model_name_or_path:
+            roles["critic"] = 0 if args.train.colocate_all else size(args.critic)
+        if not args.reward.remote_url:
+            with_critic = args.critic.model_name_or_path and args.train.colocate_critic_reward
+            roles["reward"] = 0 if args.train.colocate_all or with_critic else size(args.reward)
+        if args.vllm.num_engines:
+            hybrid = args.train.colocate_all and not args.train.async_enable
+            roles["engines"] = 0 if hybrid else args.vllm.num_engines * args.vllm.tensor_parallel_size
+        return cls(roles)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{role} {n or 'shared'}" for role, n in self.by_role.items())
+        return f"{self.gpus} GPUs ({parts})"
+
+
+def start_ray(device: str, plan: ResourcePlan, environment: dict[str, str], *, log_to_driver: bool) -> None:
+    """Join the cluster of ``RAY_ADDRESS`` / the job's own, or start a head in this process' own session.
+
+    A head started here ends with this process. On a CPU machine it has as many logical GPUs as the plan needs.
+    Raises ``ResourceError`` at once when an existing cluster is too small.
+    """
+    import ray
+
+    runtime_env = {"env_vars": environment}
+    if not ray.is_initialized():
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(address="auto", runtime_env=runtime_env, log_to_driver=log_to_driver, logging_level=logging.WARNING)
+        else:
+            logical = {"num_gpus": plan.gpus, "num_cpus": plan.gpus + 8} if device == "cpu" else {}
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                runtime_env=runtime_env,
+                log_to_driver=log_to_driver,
+                logging_level=logging.WARNING,
+                object_store_memory=_object_store_bytes(),
+                _temp_dir=_ray_directory(),
+                **logical,
+            )
+    total = ray.cluster_resources().get("GPU", 0)
+    if total < plan.gpus:
+        kind = "logical GPUs (`ray start --num-gpus N`)" if device == "cpu" else "GPUs"
+        raise ResourceError(
+            f"this run needs {plan}, but the Ray cluster has {total:g} {kind}: lower --actor.num_gpus_per_node, "
+            "--ref.num_gpus_per_node or --vllm.num_engines, or pass --train.colocate_all"
+        )
+
+
+def _ray_directory() -> str:
+    """Ray's sockets live below it and a socket path has at most 107 characters: a short directory of this user's."""
+    return os.path.join(tempfile.gettempdir(), f"qarl-ray-{os.getuid()}")
+
+
+def _object_store_bytes() -> int:
+    """Experience batches are small; /dev/shm of a container often is, too (64 MB), and Ray refuses to exceed it."""
+    free = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    limit = int(free.f_bavail * free.f_frsize * 0.5) if free else 0
+    return max(80 * 2**20, min(limit, 2 * 2**30))
+
+
+def placement_group(bundles: list[dict], strategy: str = "PACK", timeout_s: float = PLACEMENT_TIMEOUT_S):
+    """A ready placement group; ``ResourceError`` naming need and supply when it can't be met in ``timeout_s`` seconds."""
+    import ray
+    from ray.util import placement_group as make
+    from ray.util import remove_placement_group
+
+    group = make(bundles, strategy=strategy)
+    if group.wait(timeout_seconds=timeout_s):
+        return group
+    remove_placement_group(group)
+    need: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            need[name] = need.get(name, 0) + amount
+    free = ray.available_resources()
+    short = [f"{name}: {n:g} needed, {free.get(name, 0):g} free" for name, n in need.items() if free.get(name, 0) < n]
+    raise ResourceError(
+        f"no room for {len(bundles)} bundles after {timeout_s:g} s ({'; '.join(short) or f'{need} in strategy {strategy}'})"
+    )

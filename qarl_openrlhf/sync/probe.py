@@ -1,0 +1,58 @@
+"""The last check of a publish: do engine and learner give the same text the same log-probabilities?
+
+Checksums prove that the bytes arrived; the probe proves that the engine computes with them. A stale lm_head or a skipped
+layer moves the mean |delta logp| of a sentence by tenths to nats, rounding moves it by hundredths.
+"""
+
+import time
+
+import ray
+import torch
+
+from qarl_openrlhf.quant.linear import quantized_forward
+
+TEXT = "The sum of 7 and 5 is 12. A train that leaves at noon and travels for two hours arrives at 2 o'clock in the afternoon."
+
+
+class ProbeError(RuntimeError):
+    """An engine's log-probabilities are not the learner's after a publish. Names the engine and both figures."""
+
+
+class LogprobProbe:
+    """Compares prompt log-probs of a fixed text, at temperature 1, between the learner's quantized forward and each engine.
+
+    Args:
+        tolerance: largest mean |delta logp| a token, in nats, that still counts as the same weights.
+    """
+
+    def __init__(self, tokenizer, *, tolerance: float, timeout_s: float):
+        self.ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+        self.tolerance = tolerance
+        self.timeout_s = timeout_s
+
+    def run(self, actor, engines: list, version: int, *, is_sender: bool) -> dict:
+        """All ranks call it (ZeRO-3 gathers in the forward); the sending rank asks the engines and returns ``sync/probe_*``."""
+        started = time.perf_counter()
+        mine = self.learner_log_probs(actor)
+        if not is_sender:
+            return {}
+        refs = [engine.probe_logprobs.remote([self.ids]) for engine in engines]
+        worst = 0.0
+        for index, theirs in enumerate(ray.get(refs, timeout=self.timeout_s)):
+            gap = float((mine - torch.tensor(theirs[0])).abs().mean())
+            if not gap <= self.tolerance:  # a NaN must fail, too
+                raise ProbeError(
+                    f"engine {index} disagrees with the learner after publishing version {version}: mean |delta logp| "
+                    f"{gap:.4f} over {len(mine)} tokens, at most {self.tolerance} allowed (--sync.probe_tol). Its weights "
+                    "are not the learner's, or the two compute differently; no rollout is made."
+                )
+            worst = max(worst, gap)
+        return {"sync/probe_abs_logp": worst, "sync/probe_ms": (time.perf_counter() - started) * 1e3}
+
+    @torch.no_grad()
+    def learner_log_probs(self, actor) -> torch.Tensor:
+        """float32 [len(ids) - 1]: log p(ids[t+1] | ids[:t+1]) of the quantized weights, also in a ``:rollout`` arm."""
+        ids = torch.tensor([self.ids], device=actor.network.device)
+        with quantized_forward(actor.network):
+            logits = actor.model(ids, attention_mask=torch.ones_like(ids))["logits"][0, :-1].float()
+        return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
