@@ -1,0 +1,1 @@
+"""Low-bit arithmetic: torch references, and one dispatch."""

@@ -1,0 +1,96 @@
+"""Weights in checkpoint form: what the learner's forward reads, the publisher sends and `vllm serve` loads.
+
+There is one quantizer, :func:`quantize_weight`. Nothing is ever quantized twice: with the /7.5 scale, quantizing a
+dequantized weight gives other codes (the group's maximum has become 7 * scale).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl_openrlhf.kernels import dispatch
+from qarl_openrlhf.quant.errors import QuantError
+from qarl_openrlhf.quant.scheme import QuantScheme
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One quantized weight; fields carry the checkpoint's tensor names, absent ones are None.
+
+    | weight format | tensors |
+    |---|---|
+    | int4 | weight_packed int32 [N, K/8], weight_scale [N, K/G], weight_shape int64 [2] = (N, K) |
+    | int8 | weight int8 [N, K], weight_scale [N, 1] |
+    | fp8  | weight float8_e4m3fn [N, K], weight_scale [N, 1] |
+
+    Scales hold BF16 values in the model's dtype. A leading expert axis E is allowed on all but weight_shape.
+    """
+
+    scheme: QuantScheme
+    shape: tuple[int, ...]
+    weight_scale: Tensor
+    weight_packed: Tensor | None = None
+    weight: Tensor | None = None
+    weight_shape: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Checkpoint suffix -> tensor, in the order in which they are sent and stored."""
+        names = ("weight_packed", "weight", "weight_scale", "weight_shape")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors().values())
+
+
+@torch.no_grad()
+def quantize_weight(w: Tensor, scheme: QuantScheme, *, name: str = "weight") -> PackedWeight:
+    """Quantize ``w`` [N, K] (or [E, N, K]) of dtype bfloat16, float16 or float32 as the compressed-tensors library does.
+
+    A float32 weight is rounded to BF16 first, as the BF16 parameter of a training run is; its scales are stored in
+    float32. QuantError, naming ``name``, if the scheme has no quantizer, K does not fit, or a value is NaN or infinite.
+    """
+    if not scheme.quantized:
+        raise QuantError(f"{name}: scheme {scheme} has no quantized weights")
+    if w.dim() not in (2, 3) or w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise QuantError(f"{name}: expected a float weight [N, K] or [E, N, K], got {w.dtype} {list(w.shape)}")
+    shape, dtype = tuple(w.shape), w.dtype
+    if scheme.group_size and shape[-1] % scheme.group_size:
+        scheme.check_layer(name, shape[-2], shape[-1])
+    values = w.detach().to(torch.bfloat16) if dtype == torch.float32 else w.detach()
+    if scheme.weight_format == "int4":
+        packed, scale = dispatch.quantize_int4(values, scheme.group_size, engine_grid=scheme.name == "w4a8")
+        fields = {"weight_packed": packed, "weight_shape": torch.tensor(shape[-2:], dtype=torch.int64)}
+    else:
+        quantize = dispatch.quantize_int8 if scheme.weight_format == "int8" else dispatch.quantize_fp8
+        codes, scale = quantize(values)
+        fields = {"weight": codes}
+    # A NaN or infinity anywhere in a group makes its scale NaN or infinite: checking the scales checks every weight.
+    if not torch.isfinite(scale).all():
+        bad = int((~torch.isfinite(w)).sum())
+        raise QuantError(f"{name}: {bad} of {w.numel()} weights are NaN or infinite; the update that wrote them diverged")
+    return PackedWeight(scheme, shape, scale.to(dtype), **fields)
+
+
+def dequantize_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The effective weight [N, K] (or [E, N, K]) that the engine multiplies by, rounded once to ``dtype``.
+
+    int4, int8, fp8: code * scale. w4a8: the e4m3 product code * group scale of the Hopper kernel times its channel scale.
+    """
+    return dispatch.dequantize(packed, dtype)
+
+
+def count_changed_codes(old: PackedWeight, new: PackedWeight) -> tuple[int, int]:
+    """(codes that differ, codes in all) between two quantizations of one layer; a scale that moved does not count."""
+    if old.scheme != new.scheme or old.shape != new.shape:
+        raise QuantError(f"cannot compare {old.scheme} {old.shape} with {new.scheme} {new.shape}")
+    if old.weight_packed is not None:
+        differ = (old.weight_packed ^ new.weight_packed).view(torch.uint8)
+        changed = torch.count_nonzero(differ & 0x0F) + torch.count_nonzero(differ & 0xF0)
+    else:
+        changed = torch.count_nonzero(old.weight.view(torch.uint8) != new.weight.view(torch.uint8))
+    total = 1
+    for size in old.shape:
+        total *= size
+    return int(changed), total

@@ -1,0 +1,109 @@
+"""Scheme strings, what they refuse, and the config that vLLM and the library parse."""
+
+import pytest
+from qarl_openrlhf.quant import QuantError, QuantScheme
+
+parse = QuantScheme.parse
+
+
+@pytest.mark.parametrize("text", ["bf16", "w4a16", "w4a16:g32", "w4a16:g64:rollout", "w4a16:rollout", "w8a8", "fp8", "w4a8"])
+def test_canonical_round_trip(text):
+    scheme = parse(text)
+    assert str(scheme) == text and parse(str(scheme)) == scheme and hash(scheme) == hash(parse(text))
+
+
+def test_spellings_of_one_scheme():
+    assert parse(" W4A16:rollout:g128 ") == parse("w4a16:rollout") == QuantScheme("w4a16", 128, True)
+
+
+def test_properties():
+    table = {s: (parse(s).quantized, parse(s).aligned, parse(s).weight_format, parse(s).activation_format)
+             for s in ("bf16", "w4a16", "w4a16:rollout", "w8a8", "fp8", "w4a8")}  # fmt: skip
+    assert table == {
+        "bf16": (False, False, None, "bf16"),
+        "w4a16": (True, True, "int4", "bf16"),
+        "w4a16:rollout": (True, False, "int4", "bf16"),
+        "w8a8": (True, True, "int8", "int8"),
+        "fp8": (True, True, "fp8", "fp8"),
+        "w4a8": (True, True, "int4", "fp8"),
+    }
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("w4a16_asym", "asymmetric"),
+        ("w4a16:asym", "asymmetric"),
+        ("awq", "asymmetric"),
+        ("nvfp4", "FP4"),
+        ("mxfp4", "FP4"),
+        ("w3a16", "'w3a16' is unknown: schemes are bf16, w4a16, w8a8, fp8, w4a8"),
+        ("", "unknown"),
+        ("w4a16:g48", "w4a16:g32 or w4a16:g64 or w4a16:g128"),
+        ("w4a8:g64", "use w4a8:g128"),
+        ("w8a8:g64", "write w8a8"),
+        ("bf16:rollout", "use bf16"),
+        ("w4a16:g64:g32", "repeated"),
+        ("w4a16:rollouts", "'rollouts'"),
+    ],
+)
+def test_refused_by_name(text, says):
+    with pytest.raises(QuantError, match=says):
+        parse(text)
+
+
+def test_layer_checks_name_what_would_work():
+    expert = "model.layers.0.mlp.experts.0.down_proj"
+    parse("w4a16").check_layer(expert, 2048, 768, tp=2)
+    with pytest.raises(QuantError, match=rf"{expert} \[2048, 768\].*192.*w4a16:g32 or w4a16:g64; with w4a16 use TP 1 or 2"):
+        parse("w4a16").check_layer(expert, 2048, 768, tp=4)
+    with pytest.raises(QuantError, match="at TP 1 use w4a16:g32 or w4a16:g64$"):
+        parse("w4a16").check_layer("model.layers.0.self_attn.q_proj", 576, 576)
+    # Only down_proj and o_proj are split along K.
+    parse("w4a16").check_layer("model.layers.0.mlp.up_proj", 768, 2048, tp=4)
+    with pytest.raises(QuantError, match="576 output features do not divide by TP 5"):
+        parse("w8a8").check_layer("model.layers.0.mlp.up_proj", 576, 576, tp=5)
+    with pytest.raises(QuantError, match="multiples of 128"):
+        parse("w4a8").check_layer("model.layers.0.mlp.up_proj", 192, 256)
+    with pytest.raises(QuantError, match="share of a row.*use TP 1"):
+        parse("w4a8").check_layer("model.layers.0.mlp.down_proj", 1024, 1024, tp=2)
+    parse("bf16").check_layer("anything", 7, 13)
+
+
+@pytest.mark.parametrize("name", ["w4a16:g64", "w8a8", "fp8", "w4a8"])
+def test_the_library_parses_the_config(name):
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = parse(name).quantization_config(["lm_head"])
+    parsed = QuantizationConfig.model_validate(config)
+    assert parsed.ignore == ["lm_head"]
+    weights = parsed.config_groups["group_0"].weights
+    assert weights.symmetric and weights.group_size == parse(name).group_size
+
+
+@pytest.mark.parametrize(
+    "name, vllm_scheme",
+    [("w4a16:g64", "CompressedTensorsWNA16"), ("w8a8", "CompressedTensorsW8A8Int8")],
+)
+def test_vllm_picks_its_scheme_from_the_config(name, vllm_scheme):
+    ct = pytest.importorskip("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
+    config = ct.CompressedTensorsConfig.from_config(parse(name).quantization_config(["lm_head"]))
+    args = config.target_scheme_map["Linear"]
+    chosen = config._get_scheme_from_parts(
+        args["weights"], args["input_activations"], format=args["format"], layer_name="model.layers.0.mlp.up_proj"
+    )
+    assert type(chosen).__name__ == vllm_scheme
+    assert config.ignore == ["lm_head"]
+
+
+@pytest.mark.parametrize("name, predicate", [("fp8", "_is_fp8_w8a8"), ("w4a8", "_is_fp8_w4a8")])
+def test_vllm_recognizes_what_needs_a_gpu(name, predicate):
+    """These scheme classes are only made inside an engine (fp8) or on a Hopper GPU (w4a8)."""
+    ct = pytest.importorskip("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
+    config = ct.CompressedTensorsConfig.from_config(parse(name).quantization_config([]))
+    args = config.target_scheme_map["Linear"]
+    assert getattr(config, predicate)(args["weights"], args["input_activations"])
+
+
+def test_bf16_has_no_config():
+    assert parse("bf16").quantization_config([]) is None
