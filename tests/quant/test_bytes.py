@@ -14,7 +14,7 @@ from qarl_openrlhf.quant import (
     dequantize_weight,
     quantize_weight,
 )
-from weights import cases
+from hard_weights import cases
 
 N, K = 16, 256
 SCHEMES = ["w4a16:g32", "w4a16:g64", "w4a16", "w8a8", "fp8"]
