@@ -13,8 +13,9 @@ def apply() -> None:
         return
     torch.cuda.current_device = lambda: "cpu"
     for name in ("set_device", "synchronize", "empty_cache", "current_stream"):
-        setattr(torch.cuda, name, _nothing)
+        setattr(torch.cuda, name, _no_operation())
 
 
-def _nothing(*_args, **_kwargs) -> None:
-    return None
+def _no_operation():
+    """A new function each time: torch._dynamo refuses one object under two names."""
+    return lambda *_args, **_kwargs: None

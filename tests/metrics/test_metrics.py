@@ -1,0 +1,109 @@
+import json
+import math
+import types
+
+import pytest
+import torch
+
+from qarl_openrlhf.metrics import error_tokens, mismatch, progress, writer
+from qarl_openrlhf.metrics.accumulate import Sums
+
+
+def batch(rows=6, width=40, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, width, generator=g) < 0.7
+    mask[0] = False
+    learner = -torch.rand(rows, width, generator=g) * 5
+    sampler = learner + 0.1 * torch.randn(rows, width, generator=g)
+    return learner, sampler, mask
+
+
+def reduced(*parts):
+    sums = Sums()
+    for part in parts:
+        sums.merge(mismatch.statistics(*part))
+    return sums.reduce()
+
+
+def test_mismatch_equals_its_definition():
+    learner, sampler, mask = batch()
+    metrics = reduced((learner, sampler, mask))
+    delta = (learner - sampler).double()[mask]
+    assert metrics["mismatch/abs_logp_mean"] == pytest.approx(float(delta.abs().mean()), rel=1e-5)
+    assert metrics["mismatch/abs_logp_max"] == pytest.approx(float(delta.abs().max()), rel=1e-5)
+    assert metrics["mismatch/kl"] == pytest.approx(float(-delta.mean()), rel=1e-4)
+    assert metrics["mismatch/k3"] == pytest.approx(float((delta.exp() - 1 - delta).mean()), rel=1e-3)
+    rows = [(learner[i] - sampler[i])[mask[i]].mean().exp() for i in range(1, len(mask))]
+    assert metrics["mismatch/seq_ratio_min"] == pytest.approx(float(min(rows)), rel=1e-5)
+    assert metrics["mismatch/seq_ratio_max"] == pytest.approx(float(max(rows)), rel=1e-5)
+    ratios = delta.exp().sort().values
+    assert metrics["mismatch/ratio_p01"] == pytest.approx(float(ratios[round(0.01 * len(ratios)) - 1]), rel=1e-5)
+
+
+def test_mismatch_does_not_depend_on_the_split():
+    learner, sampler, mask = batch()
+    whole = reduced((learner, sampler, mask))
+    parts = reduced(*[(learner[i : i + 1], sampler[i : i + 1], mask[i : i + 1]) for i in range(len(mask))])
+    assert whole.keys() == parts.keys()
+    for name in whole:
+        assert parts[name] == pytest.approx(whole[name], rel=1e-5), name
+
+
+def test_mismatch_by_position_counts_every_token_once():
+    learner, sampler, mask = batch()
+    ratios = mismatch.statistics(learner, sampler, mask)["ratios"]
+    counts = sum(int(n) for name, (_, n) in ratios.items() if "by_position" in name)
+    assert counts == int(mask.sum())
+
+
+def test_infinite_sampler_log_prob_is_a_difference_of_twenty_and_masked_nan_is_ignored():
+    learner, sampler, mask = batch()
+    sampler[mask.nonzero()[0][0], mask.nonzero()[0][1]] = -math.inf
+    learner[~mask] = math.nan
+    metrics = reduced((learner, sampler, mask))
+    assert metrics["mismatch/abs_logp_max"] == 20 and all(math.isfinite(v) for v in metrics.values())
+
+
+def test_fully_masked_batch_reports_nothing():
+    learner, sampler, mask = batch()
+    assert reduced((learner, sampler, torch.zeros_like(mask))) == {}
+
+
+def test_repeats_marks_the_second_copy_of_an_ngram_only():
+    tokens = torch.tensor([[1, 2, 3, 4, 9, 1, 2, 3, 4, 4, 4, 4, 4, 4]])
+    marked = error_tokens.repeats(tokens, torch.ones_like(tokens).bool())
+    # "1 2 3 4" returns at index 8; the first "4 4 4 4" ends at 11, its repeats are the tokens after it
+    assert marked[0].nonzero().flatten().tolist() == [8, 12, 13]
+    hidden = torch.ones_like(tokens).bool()
+    hidden[0, 5] = False
+    assert error_tokens.repeats(tokens, hidden)[0, 8].item() is False
+
+
+def test_error_token_rates_by_sign():
+    tokens = torch.arange(1, 15).repeat(2, 1)
+    experience = types.SimpleNamespace(
+        sequences=torch.cat([tokens[:, :1], tokens], 1),
+        action_mask=torch.ones(2, 14),
+        rollout_log_probs=torch.full((2, 14), -1.0),
+        advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 14),
+    )
+    experience.rollout_log_probs[1, :7] = -10.0
+    sums = Sums()
+    sums.merge(error_tokens.statistics(experience))
+    metrics = sums.reduce()
+    assert metrics["error_token/low_prob_rate"] == 0.25
+    assert metrics["error_token/low_prob_rate_pos"] == 0 and metrics["error_token/low_prob_rate_neg"] == 0.5
+
+
+def test_writer_reader_and_progress_line(tmp_path):
+    out = writer.MetricsWriter(str(tmp_path))
+    out.write(1, {"rollout/reward_mean": torch.tensor(0.25), "mismatch/kl": math.nan, "text": "not a number"})
+    out.write(2, {"rollout/reward_mean": 0.5})
+    out.write(2, {"rollout/reward_mean": 0.75})
+    rows = writer.read(str(tmp_path))
+    assert [row["step"] for row in rows] == [1, 2] and rows[1]["rollout/reward_mean"] == 0.75
+    assert rows[0]["mismatch/kl"] is None and "text" not in rows[0]
+    for line in open(out.path):
+        json.loads(line)
+    line = progress.step_line(rows[0])
+    assert "step    1" in line and "0.250" in line and "-" in line
