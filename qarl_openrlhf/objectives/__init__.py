@@ -7,9 +7,11 @@ from .base import ObjectiveError, Surrogate, Units
 from .hyper import Param
 from .metrics import add_sums, band_warning, metrics_from_sums
 from .objective import Objective, ObjectiveResult, objective
+from .presets import PRESETS, preset_flags, short_response_band_scale
 from .registry import build_objective, find_spec, list_objectives, objective_hyperparameters
 
 __all__ = [
+    "PRESETS",
     "Objective",
     "ObjectiveError",
     "ObjectiveResult",
@@ -24,4 +26,6 @@ __all__ = [
     "metrics_from_sums",
     "objective",
     "objective_hyperparameters",
+    "preset_flags",
+    "short_response_band_scale",
 ]

@@ -10,11 +10,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from .base import ObjectiveError, Surrogate, Units
+from .hyper import Param
+
+# Hyperparameters that several objectives have.
+ClipLow = Annotated[float, Param("token ratio: width below 1", at_least=0, below=1)]
+ClipHigh = Annotated[float, Param("token ratio: width above 1", at_least=0)]
+SeqClipLow = Annotated[float, Param("response ratio: width below 1", at_least=0, below=1)]
+SeqClipHigh = Annotated[float, Param("response ratio: width above 1", at_least=0)]
+BandScale = Annotated[float, Param("multiplies all sequence bands", above=0)]
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,9 @@ class Band:
         return low, high
 
 
-def clipped_surrogate(units: Units, band: Band, *, neg_report_high: float | None = None, whole_response: bool = False) -> Surrogate:
+def clipped_surrogate(
+    units: Units, band: Band, *, neg_report_high: float | None = None, whole_response: bool = False
+) -> Surrogate:
     """clip(r, band of A's sign) * A.
 
     ``whole_response``: the ratio is the response's, so that one outside the band is out altogether.
@@ -57,7 +68,7 @@ def scaled(name: str, width: float, band_scale: float) -> float:
     """The lower end 1 - width * band_scale, which must stay a ratio."""
     if width * band_scale >= 1:
         raise ObjectiveError(
-            f"{name}={width:g} times band_scale={band_scale:g} is {width * band_scale:g}, so that the band would start below"
-            f" a ratio of 0; choose a band_scale below {1 / width:g}"
+            f"{name}={width:g} times band_scale={band_scale:g} is {width * band_scale:g}, a band that starts at a ratio"
+            f" of 0 or below; choose a band_scale below {1 / width:g}"
         )
     return 1 - width * band_scale

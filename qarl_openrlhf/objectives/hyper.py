@@ -37,7 +37,8 @@ class Param:
         )
 
 
-class Hyperparameter(typing.NamedTuple):
+@dataclass(frozen=True)
+class Hyperparameter:
     """What a signature says about one hyperparameter; ``help`` ends with the range."""
 
     default: object
@@ -46,8 +47,16 @@ class Hyperparameter(typing.NamedTuple):
     param: Param
 
 
+class Flag(typing.NamedTuple):
+    """What the command line needs to know of a hyperparameter."""
+
+    default: object
+    type: type
+    help: str
+
+
 def hyperparameters_of(function) -> dict[str, Hyperparameter]:
-    """The keyword-only arguments of ``function``, in order. Each needs a type (float, int, bool or str) and a default."""
+    """The keyword-only arguments of ``function``. Each needs a type (float, int, bool or str) and a default."""
     hints = typing.get_type_hints(function, include_extras=True)
     found = {}
     for argument in inspect.signature(function).parameters.values():
@@ -58,8 +67,8 @@ def hyperparameters_of(function) -> dict[str, Hyperparameter]:
         kind = typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
         if kind not in (float, int, bool, str) or argument.default is argument.empty:
             raise ObjectiveError(
-                f"{function.__name__}: hyperparameter {argument.name!r} needs a default and a type of float, int, bool or str,"
-                f" e.g. `{argument.name}: float = 0.2`"
+                f"{function.__name__}: hyperparameter {argument.name!r} needs a default and a type of float, int, bool"
+                f" or str, e.g. `{argument.name}: float = 0.2`"
             )
         limits = param.describe()
         help = f"{param.help} ({limits})" if limits else param.help

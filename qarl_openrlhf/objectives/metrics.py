@@ -21,8 +21,8 @@ Sums = dict[str, tuple[Tensor, Tensor]]
 def batch_sums(batch: Batch, units: Units, surrogate: Surrogate, weight: MismatchWeight) -> Sums:
     """The sums of one micro-batch. A unit is a token or a response, as the objective (or the weight, for is/*) has it.
 
-    objective/in_band_frac + pos_clip_frac + neg_low_frac + neg_high_frac = 1, all over every unit: the ratio is inside the
-    band of its advantage's sign; above it (A > 0); below it, above it (A < 0). A = 0 has no band and counts as inside.
+    objective/in_band_frac + pos_clip_frac + neg_low_frac + neg_high_frac = 1, all over every unit: the ratio is inside
+    the band of its advantage's sign; above it (A > 0); below it, above it (A < 0). A = 0 has no band, counts as inside.
     objective/in_band_frac_pos, _neg: the same among the units with A > 0, with A < 0.
     objective/ratio_mean: mean r. objective/ppo_kl: mean -Delta over tokens (OpenRLHF's).
     is/mean, is/clip_frac (capped, clamped or rejected), is/reject_frac, is/ess (a fraction of the units, 1 is best).
@@ -67,7 +67,7 @@ def add_sums(parts: list[Sums]) -> Sums:
 
 
 def metrics_from_sums(sums: Sums) -> dict[str, Tensor]:
-    """Each numerator over its denominator (0 where there was nothing to count), and ``is/ess``. No GPU is waited for."""
+    """Each numerator over its denominator (0 where nothing was counted), and ``is/ess``. No GPU is waited for."""
 
     def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
         return numerator / torch.where(denominator > 0, denominator, 1.0)

@@ -27,17 +27,12 @@ def _common(
     *,
     is_weight: Annotated[str, Param("mismatch weight", choices=WEIGHTS)] = "token",
     is_cap: Annotated[float, Param("cap C of the mismatch weight", at_least=1)] = 2.0,
-    is_statistic: Annotated[str, Param("is_weight=mis: the ratio that must lie in [is_low, is_high]", choices=STATISTICS)] = "geometric",
-    is_low: Annotated[float, Param("is_weight=mis: lower end; 0 is none", at_least=0)] = 0.0,
-    is_high: Annotated[float, Param("is_weight=mis: upper end; 0 means is_cap", at_least=0)] = 0.0,
+    is_statistic: Annotated[str, Param("mis: what must be in [is_low, is_high]", choices=STATISTICS)] = "geometric",
+    is_low: Annotated[float, Param("mis: lower end; 0 is none", at_least=0)] = 0.0,
+    is_high: Annotated[float, Param("mis: upper end; 0 means is_cap", at_least=0)] = 0.0,
     drop: Annotated[bool, Param("take rejected and out-of-band responses out of the denominator")] = False,
 ):
     """The hyperparameters that every objective has (``is_weight`` with the objective's own default)."""
-
-
-_BAND_SCALE = Hyperparameter(
-    1.0, float, "multiplies the sequence bands (above 0)", Param("multiplies the sequence bands", above=0)
-)
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,6 @@ class Spec:
         common["is_weight"] = common["is_weight"]._replace(default=self.is_weight)
         if self.level == "response":
             common["seq_tis_imp_ratio_cap"] = common["is_cap"]._replace(help="the paper's name for is_cap")
-        if self.is_weight == "mis":
-            common["band_scale"] = _BAND_SCALE
         return {**self.own_hyperparameters, **common}
 
     def __call__(self, units: Units, **hyperparameters) -> Surrogate:
@@ -77,13 +70,15 @@ class Spec:
 
 
 def objective(*, level: str, mean: str, is_weight: str, on_policy: bool = False) -> Callable[[Callable], Spec]:
-    """Declare a surrogate: ``@objective(level="token", mean="tokens", is_weight="token")`` above ``def name(units, *, hp=...)``.
+    """Declare a surrogate: ``@objective(level="token", mean="tokens", is_weight="token")`` above its function.
 
     ``level``: its units are tokens or responses. ``mean``: over all tokens, or over responses (of token means, if the
     units are tokens). ``is_weight``: the default mismatch weight.
     """
     if level not in LEVELS or mean not in MEANS or is_weight not in WEIGHTS:
-        raise ObjectiveError(f"level is one of {LEVELS}, mean of {MEANS}, is_weight of {WEIGHTS}; got {level!r}, {mean!r}, {is_weight!r}")
+        raise ObjectiveError(
+            f"level is one of {LEVELS}, mean of {MEANS}, is_weight of {WEIGHTS}; got {level!r}, {mean!r}, {is_weight!r}"
+        )
     if level == "response" and mean == "tokens":
         raise ObjectiveError("an objective with level='response' has mean='responses'")
     return lambda function: Spec(function, level, mean, is_weight, on_policy)
@@ -91,7 +86,7 @@ def objective(*, level: str, mean: str, is_weight: str, on_policy: bool = False)
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """``loss``: 0-d, to minimise. ``sums``: see metrics.py; ``metrics``: the same divided, for this batch alone. Detached."""
+    """``loss``: 0-d, to minimise. ``sums``: see metrics.py. ``metrics``: divided, for this batch. Both detached."""
 
     loss: Tensor
     sums: Sums
@@ -110,14 +105,14 @@ class Objective:
         known = spec.hyperparameters
         for name in given:
             if name not in known:
-                raise ObjectiveError(f"objective {self.name!r} has no hyperparameter {name!r}; it has: {', '.join(known)}")
+                raise ObjectiveError(f"{self.name} has no hyperparameter {name!r}; it has: {', '.join(known)}")
         hp = {name: check_value(self.name, name, given.get(name, h.default), h) for name, h in known.items()}
 
         _merge_paper_cap(self.name, hp, known["is_cap"].default)
         if hp["is_weight"] != "mis":
             for name in ("is_statistic", "is_low", "is_high"):
                 if hp[name] != known[name].default:
-                    raise ObjectiveError(f"{self.name}: {name} belongs to is_weight='mis' and does nothing with is_weight={hp['is_weight']!r}")
+                    raise ObjectiveError(f"{self.name}: {name} is of is_weight='mis', not of {hp['is_weight']!r}")
         self._mis = _mis_band(self.name, hp)
         self.hyperparameters = hp
         self._surrogate_hp = {name: hp[name] for name in spec.own_hyperparameters}
@@ -127,9 +122,18 @@ class Objective:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.hyperparameters.items())})"
 
     def __call__(
-        self, log_probs: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, action_mask: Tensor,
-        *, dp_size: int = 1, batch_num_tokens=None, global_batch_size=None, global_kept=None,
-    ) -> ObjectiveResult:  # fmt: skip
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor,
+        *,
+        dp_size: int = 1,
+        batch_num_tokens: Tensor | float | None = None,
+        global_batch_size: Tensor | float | None = None,
+        global_kept: Tensor | float | None = None,
+    ) -> ObjectiveResult:
         """The loss of one micro-batch.
 
         All tensors [B, T] (``advantages`` also [B]), any float dtype, computed in float32. ``batch_num_tokens`` and
@@ -142,7 +146,8 @@ class Objective:
         units, surrogate = self._surrogate(batch)
         weight = self._weight(batch)
         if self.hyperparameters["drop"]:
-            denominator = self._kept_denominator(batch, surrogate, weight, dp_size, batch_num_tokens, global_batch_size, global_kept)
+            whole = batch_num_tokens if self.mean == "tokens" else global_batch_size
+            denominator = self._kept_denominator(batch, surrogate, weight, dp_size, whole, global_kept)
         else:
             denominator = batch_num_tokens if self.mean == "tokens" else global_batch_size
         if denominator is None:
@@ -155,13 +160,13 @@ class Objective:
 
     @torch.no_grad()
     def count_kept(self, log_probs, old_log_probs, rollout_log_probs, advantages, action_mask) -> Tensor:
-        """Tokens or responses (whatever the mean is over) that ``drop`` leaves in the denominator of this micro-batch; 0-d."""
+        """Tokens or responses (as the mean is over) that ``drop`` leaves in this micro-batch's denominator; 0-d."""
         batch = prepare(log_probs, old_log_probs, rollout_log_probs, advantages, action_mask)
         return self._count_kept(batch, self._surrogate(batch)[1], self._weight(batch))
 
     @torch.enable_grad()
     def token_coefficients(self, log_probs, old_log_probs, rollout_log_probs, advantages, action_mask) -> Tensor:
-        """d(objective)/d(logpi_t) before normalisation, [B, T] detached: 0 where a token is clipped, rejected or masked."""
+        """d(objective)/d(logpi_t) before normalisation, [B, T]: 0 where a token is clipped, rejected or masked."""
         leaf = log_probs.detach().float().requires_grad_()
         batch = prepare(leaf, old_log_probs, rollout_log_probs, advantages, action_mask)
         return torch.autograd.grad(self._total(batch, self._surrogate(batch)[1], self._weight(batch)), leaf)[0]
@@ -200,10 +205,9 @@ class Objective:
             kept = kept & ~((outside & batch.mask).any(-1) if outside.ndim > kept.ndim else outside)
         return kept.sum(dtype=torch.float32)
 
-    def _kept_denominator(self, batch, surrogate, weight, dp_size, batch_num_tokens, global_batch_size, global_kept):
+    def _kept_denominator(self, batch, surrogate, weight, dp_size, whole, global_kept):
         if global_kept is not None:
             return global_kept
-        whole = batch_num_tokens if self.mean == "tokens" else global_batch_size
         if dp_size != 1 or (whole is not None and float(whole) != float(self._count(batch))):
             raise ObjectiveError(
                 f"{self.name}: drop=True divides by what is kept on all ranks and micro-batches; pass global_kept,"
@@ -222,7 +226,7 @@ def _merge_paper_cap(owner: str, hp: dict, default: float) -> None:
     if paper == default:
         return
     if hp["is_cap"] not in (default, paper):
-        raise ObjectiveError(f"{owner}: is_cap={hp['is_cap']:g} and seq_tis_imp_ratio_cap={paper:g} are two names of one number")
+        raise ObjectiveError(f"{owner}: is_cap={hp['is_cap']:g} and seq_tis_imp_ratio_cap={paper:g} name one number")
     hp["is_cap"] = paper
 
 

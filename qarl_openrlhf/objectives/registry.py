@@ -7,11 +7,21 @@ import importlib.util
 from pathlib import Path
 
 from .base import ObjectiveError
+from .hyper import Flag
 from .objective import Objective, Spec
 
 OBJECTIVES = (
     "tbpo",
     "grpo_tis",
+    "positive_grpo",
+    "onpolicy_grpo",
+    "dual_clip",
+    "dapo",
+    "cispo",
+    "sapo",
+    "gspo",
+    "mis_gspo",
+    "mis_grpo",
 )
 ALIASES = {"mis": "mis_gspo"}
 
@@ -29,12 +39,12 @@ def build_objective(name: str, **hyperparameters) -> Objective:
     return Objective(find_spec(name), **hyperparameters)
 
 
-def objective_hyperparameters(name: str) -> dict[str, tuple[object, type, str]]:
+def objective_hyperparameters(name: str) -> dict[str, Flag]:
     """Hyperparameters of ``name`` as {name after ``--objective.``: (default, type, help)}.
 
     Two objectives may give one hyperparameter different defaults, so a flag's own default should be "not given".
     """
-    return {key: (h.default, h.type, h.help) for key, h in find_spec(name).hyperparameters.items()}
+    return {key: Flag(h.default, h.type, h.help) for key, h in find_spec(name).hyperparameters.items()}
 
 
 def find_spec(name: str) -> Spec:
@@ -65,7 +75,7 @@ def _load_file(name: str) -> Spec:
         return found
     declared = [key for key, value in vars(module).items() if isinstance(value, Spec)]
     raise ObjectiveError(
-        f"objective {name!r}: {function} is "
-        + ("not in that file" if found is None else "not declared as an objective")
-        + f"; put @objective(level=..., mean=..., is_weight=...) of qarl_openrlhf.objectives above it (declared there: {', '.join(declared) or 'none'})"
+        f"objective {name!r}: {function} is {'not in that file' if found is None else 'not declared as an objective'};"
+        " put @objective(level=..., mean=..., is_weight=...) of qarl_openrlhf.objectives above it"
+        f" (declared there: {', '.join(declared) or 'none'})"
     )

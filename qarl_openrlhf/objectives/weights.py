@@ -5,7 +5,7 @@ delta_t = logpi_old,learner - logpi_sampler; none of them carries a gradient. C 
     none    1
     token   min(e^delta_t, C)                                  truncated importance sampling (TIS), Yao et al. 2025
     seq     exp(clamp(mean delta, -log C, +log C))             QaRL (arXiv 2604.07853)
-    mis     min(exp(mean delta), C) where low <= statistic <= high, else 0     masked importance sampling, Liu et al. 2025
+    mis     min(exp(mean delta), C) where low <= statistic <= high, else 0     masked (MIS), Liu et al. 2025
 
 ``seq`` clamps the *log*: the paper prints clip(w, [-log C, log C]), which read literally turns w = 1 into 0.69.
 The statistic of ``mis`` is a ratio of the response: ``geometric`` exp(mean delta), ``product`` exp(sum delta), or
@@ -36,7 +36,9 @@ class MismatchWeight:
 
 
 @torch.no_grad()
-def mismatch_weight(batch: Batch, kind: str, cap: float, *, statistic: str = "geometric", low: float = 0.0, high: float = 2.0):
+def mismatch_weight(
+    batch: Batch, kind: str, cap: float, *, statistic: str = "geometric", low: float = 0.0, high: float = 2.0
+) -> MismatchWeight:
     """The weight ``kind`` (one of WEIGHTS) of a batch. ``statistic``, ``low`` and ``high`` are those of ``mis``."""
     log_cap = math.log(cap)
     if kind == "token":
