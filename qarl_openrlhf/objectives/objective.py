@@ -7,7 +7,7 @@ ranks and accumulation steps, and ``dp_size`` undoes the first. So a batch gives
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Callable
 
@@ -60,9 +60,9 @@ class Spec:
     def hyperparameters(self) -> dict[str, Hyperparameter]:
         """Its own and the common ones, by the name that follows ``--objective.``."""
         common = hyperparameters_of(_common)
-        common["is_weight"] = common["is_weight"]._replace(default=self.is_weight)
+        common["is_weight"] = replace(common["is_weight"], default=self.is_weight)
         if self.level == "response":
-            common["seq_tis_imp_ratio_cap"] = common["is_cap"]._replace(help="the paper's name for is_cap")
+            common["seq_tis_imp_ratio_cap"] = replace(common["is_cap"], help="the paper's name for is_cap")
         return {**self.own_hyperparameters, **common}
 
     def __call__(self, units: Units, **hyperparameters) -> Surrogate:
