@@ -21,6 +21,16 @@ FP8_MAX = 448.0
 FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 
 
+
+def _number(value: float, like: Tensor) -> Tensor:
+    """A constant for a division that is correctly rounded on every device.
+
+    torch turns ``number / tensor`` into ``number * (1 / tensor)``, and on CUDA ``tensor / number`` into a product with the
+    reciprocal: a last bit away from the engine's kernels, which divide.
+    """
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
 # --------------------------------------------------------------------------------------------------------------- weights
 
 
@@ -33,7 +43,7 @@ def absmax(w: Tensor, group_size: int | None) -> Tensor:
 
 def weight_scale(amax: Tensor, half_range: float) -> Tensor:
     """``amax / half_range`` in amax's dtype; zeros become that dtype's eps so that 0 / scale is 0."""
-    scale = amax / half_range
+    scale = amax / _number(half_range, amax)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
@@ -97,7 +107,8 @@ def w4a8_engine_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
     scale ``[..., N, K/128]`` -> (e4m3 group scales of the same shape, float32 channel scales ``[..., N, 1]``). The
     kernel multiplies a code by e4m3(s / c) / 8 and the accumulator by 8 c, c = max(amax_row(s) / 448, floor).
     """
-    channel = (scale.float().amax(-1, keepdim=True) / FP8_MAX).clamp_(min=FP8_MIN_SCALE)
+    amax = scale.float().amax(-1, keepdim=True)
+    channel = (amax / _number(FP8_MAX, amax)).clamp_(min=FP8_MIN_SCALE)
     group = (scale.float() / channel).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
     return (group.float() / 8.0).to(FP8), channel * 8.0
 
@@ -131,12 +142,13 @@ def quantize_act_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     amax = x.abs().amax(-1, keepdim=True)
     # The kernel multiplies by 127 / amax (it does not divide by the scale), which decides ties.
-    inverse = torch.where(amax == 0, 0.0, 127.0 / amax)
-    return (x * inverse).round_().clamp_(-128, 127).to(torch.int8), amax / 127.0
+    inverse = torch.where(amax == 0, 0.0, _number(127.0, amax) / amax)
+    return (x * inverse).round_().clamp_(-128, 127).to(torch.int8), amax / _number(127.0, amax)
 
 
 def quantize_act_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Per token: ``[..., K]`` -> (float8_e4m3fn ``[..., K]``, float32 scale ``[..., 1]`` = max(amax / 448, floor))."""
     x = x.float()
-    scale = (x.abs().amax(-1, keepdim=True) / FP8_MAX).clamp_(min=FP8_MIN_SCALE)
+    amax = x.abs().amax(-1, keepdim=True)
+    scale = (amax / _number(FP8_MAX, amax)).clamp_(min=FP8_MIN_SCALE)
     return (x / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale

@@ -4,6 +4,7 @@ There is one quantizer, :func:`quantize_weight`. Nothing is ever quantized twice
 dequantized weight gives other codes (the group's maximum has become 7 * scale).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,17 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors().values())
+
+    def changed_codes(self, old: "PackedWeight") -> tuple[int, int]:
+        """(codes that differ from ``old``, codes in all); QuantError if the two are not of one layer and scheme."""
+        if old.scheme != self.scheme or old.shape != self.shape:
+            raise QuantError(f"cannot compare {old.scheme} {old.shape} with {self.scheme} {self.shape}")
+        if self.weight_packed is not None:
+            differ = (old.weight_packed ^ self.weight_packed).view(torch.uint8)
+            changed = torch.count_nonzero(differ & 0x0F) + torch.count_nonzero(differ & 0xF0)
+        else:
+            changed = torch.count_nonzero(old.weight.view(torch.uint8) != self.weight.view(torch.uint8))
+        return int(changed), math.prod(self.shape)
 
 
 @torch.no_grad()
@@ -83,14 +95,4 @@ def dequantize_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16)
 
 def count_changed_codes(old: PackedWeight, new: PackedWeight) -> tuple[int, int]:
     """(codes that differ, codes in all) between two quantizations of one layer; a scale that moved does not count."""
-    if old.scheme != new.scheme or old.shape != new.shape:
-        raise QuantError(f"cannot compare {old.scheme} {old.shape} with {new.scheme} {new.shape}")
-    if old.weight_packed is not None:
-        differ = (old.weight_packed ^ new.weight_packed).view(torch.uint8)
-        changed = torch.count_nonzero(differ & 0x0F) + torch.count_nonzero(differ & 0xF0)
-    else:
-        changed = torch.count_nonzero(old.weight.view(torch.uint8) != new.weight.view(torch.uint8))
-    total = 1
-    for size in old.shape:
-        total *= size
-    return int(changed), total
+    return new.changed_codes(old)

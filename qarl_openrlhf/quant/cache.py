@@ -1,0 +1,107 @@
+"""The quantized weights of one optimizer step, made once and read by every micro-batch, the publisher and the export.
+
+    mode     kept for the step                                             bytes a weight (w4a16, BF16 model)
+    packed   the packed tensors; products dequantize them                  0.53
+    dequant  also the copies the products read                             + 2 (+ 4 on a CPU that multiplies in float32)
+    none     nothing: every forward quantizes                              0
+
+The packed bytes are the same in all three. A write to the parameter that autograd can see (``param._version``) makes a
+cached weight stale by itself. DeepSpeed writes through ``.data``, which it cannot see: whoever runs the optimizer step or
+loads a checkpoint calls :meth:`QuantCache.invalidate`.
+"""
+
+import time
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qarl_openrlhf.kernels import dispatch, product
+from qarl_openrlhf.quant.errors import QuantError
+from qarl_openrlhf.quant.packing import PackedWeight, quantize_weight
+
+MODES = ("packed", "dequant", "none")
+
+
+@dataclass
+class QuantStats:
+    """Totals since the model was converted: calls of the quantizer (one a layer) and the seconds they took."""
+
+    quantize_calls: int = 0
+    seconds: float = 0.0
+
+
+class StepWeight:
+    """One layer's quantized weight for one optimizer step, with or without the copies the products read."""
+
+    def __init__(self, packed: PackedWeight, version: int, keep_copies: bool):
+        self.packed = packed
+        self.version = version
+        self.forward_copy = self.backward_copy = None
+        if keep_copies:
+            dtype = packed.weight_scale.dtype
+            self.forward_copy = dispatch.weight_operand(packed, dtype)
+            same = packed.scheme.activation_format == "bf16"
+            self.backward_copy = self.forward_copy if same else self._dequantized()
+
+    def _dequantized(self) -> Tensor:
+        dtype = self.packed.weight_scale.dtype
+        return product.operand(dispatch.dequantize(self.packed, dtype), dtype)
+
+    def backward_weight(self) -> Tensor:
+        """W_dq [N, K] for dX = dY W_dq: the kept copy, or dequantized now. Never reads the parameter."""
+        return self._dequantized() if self.backward_copy is None else self.backward_copy
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [*self.packed.tensors().values(), self.forward_copy, self.backward_copy]
+        return sum(t.nbytes for t in {id(t): t for t in tensors if t is not None}.values())
+
+
+class QuantCache:
+    """The step weights of one model, by layer name; ``model.quant_cache``.
+
+    ``quantized_forward`` (see :func:`qarl_openrlhf.quant.linear.quantized_forward`) makes ``:rollout`` layers use them too.
+    """
+
+    def __init__(self, mode: str = "packed"):
+        if mode not in MODES:
+            raise QuantError(f"quant cache mode {mode!r} is unknown: use one of {', '.join(MODES)}")
+        self.mode = mode
+        self.stats = QuantStats()
+        self.quantized_forward = False
+        self._weights: dict[str, StepWeight] = {}
+
+    def __reduce__(self):
+        return (QuantCache, (self.mode,))  # a copied or pickled model starts with an empty cache
+
+    def holds(self, name: str, weight: Tensor) -> bool:
+        """Whether the quantized form of this parameter is at hand; never reads its values."""
+        held = self._weights.get(name)
+        return held is not None and held.version == weight._version
+
+    def step_weight(self, name: str, weight: Tensor, scheme) -> StepWeight:
+        """The quantized weight of a layer, quantizing it if this step has not yet. A hit never touches ``weight.data``."""
+        if self.holds(name, weight):
+            return self._weights[name]
+        if weight.numel() == 0 and getattr(weight, "ds_shape", weight.shape).numel() > 0:
+            raise QuantError(f"{name}: the weight is partitioned (ZeRO-3) and not in the cache; gather it first")
+        started = time.perf_counter()
+        packed = quantize_weight(weight, scheme, name=name)
+        self.stats.quantize_calls += 1
+        self.stats.seconds += time.perf_counter() - started
+        made = StepWeight(packed, weight._version, keep_copies=self.mode == "dequant")
+        if self.mode != "none":
+            self._weights[name] = made
+        return made
+
+    def packed_weights(self) -> dict[str, PackedWeight]:
+        """Layer name -> packed weight, of the layers quantized in this step (nothing in mode ``none``)."""
+        return {name: held.packed for name, held in self._weights.items()}
+
+    def invalidate(self) -> None:
+        """Forget all weights: call after an optimizer step and after anything else that wrote the parameters."""
+        self._weights.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self._weights.values())

@@ -1,0 +1,87 @@
+"""Write published tensors as a Hugging Face checkpoint directory that `vllm serve DIR` loads unchanged."""
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from qarl_openrlhf.quant.convert import published_tensors
+from qarl_openrlhf.quant.scheme import QuantScheme
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def export_checkpoint(
+    source: nn.Module | Iterable[tuple[str, Tensor]],
+    config,
+    out_dir: str,
+    scheme: QuantScheme,
+    tokenizer=None,
+    max_shard_size: str = "5GB",
+) -> None:
+    """Write safetensors, config.json (with ``quantization_config``) and the tokenizer to ``out_dir``.
+
+    source: a converted model, or its :func:`published_tensors`. config: the model's Hugging Face config (not changed).
+    Everything is written to a directory beside ``out_dir`` that then takes its place, so a crash leaves no half-written one.
+    """
+    model = source if isinstance(source, nn.Module) else None
+    tensors = dict(published_tensors(model, scheme) if model is not None else source)
+    config = copy.deepcopy(config)
+    if model is not None:
+        config.architectures = [type(model).__name__]
+    if scheme.quantized:
+        config.quantization_config = scheme.quantization_config(unquantized_linears(tensors))
+
+    out_dir = os.path.abspath(out_dir)
+    os.makedirs(os.path.dirname(out_dir), exist_ok=True)
+    written = tempfile.mkdtemp(prefix=f".{os.path.basename(out_dir)}-", dir=os.path.dirname(out_dir))
+    try:
+        os.chmod(written, 0o755)
+        _write_tensors(tensors, written, max_shard_size)
+        config.save_pretrained(written)
+        generation_config = getattr(model, "generation_config", None)
+        for part in (generation_config, tokenizer):
+            if part is not None:
+                part.save_pretrained(written)
+        _replace(written, out_dir)
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+
+
+def unquantized_linears(names_and_tensors: dict[str, Tensor]) -> list[str]:
+    """The ``ignore`` list: modules whose 2-D ``weight`` has no scale beside it, embeddings apart, and always lm_head."""
+    plain = {
+        name.removesuffix(".weight")
+        for name, tensor in names_and_tensors.items()
+        if name.endswith(".weight") and tensor.dim() == 2 and f"{name}_scale" not in names_and_tensors
+    }
+    return sorted({name for name in plain if not name.endswith("embed_tokens")} | {"lm_head"})
+
+
+def _write_tensors(tensors: dict[str, Tensor], directory: str, max_shard_size: str) -> None:
+    # Safetensors refuses views of shared storage; .contiguous() of a contiguous tensor costs nothing.
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    plan = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    for filename, names in plan.filename_to_tensors.items():
+        save_file({name: tensors[name] for name in names}, os.path.join(directory, filename), metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        with open(os.path.join(directory, INDEX_NAME), "w") as file:
+            json.dump(index, file, indent=2, sort_keys=True)
+
+
+def _replace(new: str, target: str) -> None:
+    """Put directory ``new`` at ``target``; an older one there is removed only once the new one is in place."""
+    if os.path.exists(target):
+        old = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-old-", dir=os.path.dirname(target))
+        os.replace(target, os.path.join(old, "moved"))
+        os.replace(new, target)
+        shutil.rmtree(old)
+    else:
+        os.replace(new, target)
