@@ -3,8 +3,15 @@
 import importlib.util
 from types import SimpleNamespace
 
-from qarl_openrlhf.objectives import build_objective, objective_hyperparameters
+from qarl_openrlhf.objectives import build_objective, find_spec, objective_hyperparameters
 from qarl_openrlhf.quant.scheme import QuantScheme
+
+
+REQUIRED = {
+    "actor.model_name_or_path": "a Hugging Face name or a local directory",
+    "data.prompt_dataset": "a Hugging Face data set or a local .jsonl file",
+    "vllm.num_engines": "at least 1, since rollouts are made by vLLM",
+}
 
 
 class ConfigError(ValueError):
@@ -17,6 +24,15 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
     Args:
         flat: argparse namespace with dotted names; typed: the names the user typed (never changed silently).
     """
+    QuantScheme.parse(getattr(flat, "quant.scheme"))
+    for flag, meaning in REQUIRED.items():
+        if not getattr(flat, flag):
+            raise ConfigError(f"--{flag} is missing: {meaning}")
+    if not any(getattr(flat, flag) for flag in ("reward.remote_url", "reward.model_name_or_path", "train.agent_func_path")):
+        raise ConfigError(
+            "no reward: give --reward.remote_url (a Python file with reward_func, or a URL), --reward.model_name_or_path, "
+            "or --train.agent_func_path"
+        )
     notes = []
 
     def set_default(name: str, value, why: str) -> None:
@@ -34,9 +50,8 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
         if getattr(flat, "vllm.enable_sleep"):
             setattr(flat, "vllm.enable_sleep", False)
             notes.append("--vllm.enable_sleep off: vLLM has no sleep mode on a CPU, where it would free no GPU memory")
-    set_default("algo.kl.init_coef", 0.0, "no KL term unless asked for (the paper trains without)") if getattr(
-        flat, "objective.name"
-    ) else None
+    if getattr(flat, "objective.name"):
+        set_default("algo.kl.init_coef", 0.0, "an objective of ours has no KL term unless you ask for one")
     if getattr(flat, "metrics.dir") is None:
         setattr(flat, "metrics.dir", getattr(flat, "ckpt.output_dir"))
     return notes
@@ -54,12 +69,6 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     _check_objective(args, typed)
     if scheme.quantized:
         _check_quantized(args, scheme, device)
-    if not args.actor.model_name_or_path:
-        raise ConfigError("--actor.model_name_or_path is missing: a Hugging Face name or a local directory")
-    if not args.data.prompt_dataset:
-        raise ConfigError("--data.prompt_dataset is missing: a Hugging Face data set or a local .jsonl file")
-    if not args.vllm.num_engines:
-        raise ConfigError("--vllm.num_engines must be at least 1: rollouts are made by vLLM")
     if args.rollout.top_p < 1 and not args.rollout.allow_truncated_sampling:
         raise ConfigError(
             f"--rollout.top_p {args.rollout.top_p} samples from a truncated distribution that the learner does not compute; "
@@ -99,11 +108,11 @@ def _check_objective(args, typed: set[str]) -> None:
         )
     build_objective(args.objective.name, **given)  # refuses values out of range, here and not in a Ray worker
     args.objective.hyperparameters = given
-    if args.objective.name == "onpolicy_grpo":
+    if find_spec(args.objective.name).on_policy:
         updates = args.rollout.batch_size * args.rollout.n_samples_per_prompt * args.train.max_epochs / args.train.batch_size
         if updates != 1:
             raise ConfigError(
-                f"onpolicy_grpo makes one optimizer step a rollout, these flags make {updates:g}: set --train.batch_size "
+                f"--objective.name {args.objective.name} makes one optimizer step a rollout, these flags make {updates:g}: set --train.batch_size "
                 f"{args.rollout.batch_size * args.rollout.n_samples_per_prompt} and --train.max_epochs 1"
             )
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from qarl_openrlhf.actors.loss import ObjectiveLoss
 from qarl_openrlhf.metrics import error_tokens, mismatch
 from qarl_openrlhf.metrics.accumulate import Sums
+from qarl_openrlhf.metrics.changed_codes import ChangedCodes
 from qarl_openrlhf.objectives import build_objective
 from qarl_openrlhf.quant.convert import published_tensors
 from qarl_openrlhf.sync.probe import LogprobProbe
@@ -34,7 +35,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         if self.args.objective.name:
             self.actor_loss_fn = ObjectiveLoss(build_objective(self.args.objective.name, **self.args.objective.hyperparameters))
         self.version = 0
-        self.published: dict = {}
+        self.changed_codes = ChangedCodes()
         self.publisher = self.probe = None
         if self.vllm_engines:
             sync = self.args.sync
@@ -160,8 +161,8 @@ class QarlActorTrainer(ActorPPOTrainer):
         tensors = self.published_tensors()
         metrics = {}
         if self.publisher is not None:
-            metrics = self.publisher.publish(tensors, self.version)
-            metrics["sync/changed_code_frac"] = self._changed_code_fraction()
+            metrics = self.publisher.publish(self.changed_codes.watch(tensors), self.version)
+            metrics["sync/changed_code_frac"] = self.changed_codes.fraction
         else:
             for _ in tensors:
                 pass
@@ -171,14 +172,3 @@ class QarlActorTrainer(ActorPPOTrainer):
         dist.barrier()
         metrics["timing/publish"] = time.perf_counter() - started
         return metrics if self.strategy.is_rank_0() else {}
-
-    def _changed_code_fraction(self) -> float:
-        """Share of the low-bit codes that differ from the previous publish (0 at the first)."""
-        changed = total = 0
-        current = self.actor.quant_cache.packed_weights()
-        for name, packed in current.items():
-            if name in self.published:
-                c, n = packed.changed_codes(self.published[name])
-                changed, total = changed + c, total + n
-        self.published = current
-        return changed / total if total else 0.0

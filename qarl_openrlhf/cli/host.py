@@ -28,6 +28,7 @@ class HostCommandLine:
         self._namespace = {"argparse": argparse, "os": __import__("os"), "datetime": __import__("datetime").datetime}
         exec(compile(ast.Module(before, []), MODULE, "exec"), self._namespace)
         self.parser: argparse.ArgumentParser = self._namespace["parser"]
+        self.parser.prog = "train_qarl"
 
     def resolve(self, args: argparse.Namespace) -> SimpleNamespace:
         """Parsed flat arguments -> OpenRLHF's nested ones, completed and checked by OpenRLHF itself.

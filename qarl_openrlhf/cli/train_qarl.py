@@ -3,14 +3,13 @@
 Every flag of OpenRLHF 0.11.2's ``train_ppo_ray`` works here; ``--help`` shows them with ours.
 """
 
-import os
 import sys
 import threading
 
 from qarl_openrlhf import config, runtime
 from qarl_openrlhf.cli.flags import add_flags, typed_flags
 from qarl_openrlhf.cli.host import HostCommandLine
-from qarl_openrlhf.objectives.base import ObjectiveError
+from qarl_openrlhf.objectives import ObjectiveError, preset_flags
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -31,7 +30,12 @@ def resolve(argv: list[str]):
     """Command line -> (nested checked arguments, notes, resource plan); wrong flags end the process with status 2."""
     host = HostCommandLine()
     argv = _with_preset(argv, host.parser)
-    add_flags(host.parser, own_objective=_own_objective(argv))
+    try:
+        add_flags(host.parser, own_objective=_own_objective(argv))
+    except ObjectiveError as error:
+        host.parser.error(str(error))
+    if not {"-h", "--help"} & set(argv):
+        host.parser.usage = "%(prog)s [flags]   (--help lists them)"  # 170 flags would bury the error message
     flat = host.parser.parse_args(argv)
     typed = typed_flags(host.parser, argv)
     try:
@@ -72,29 +76,32 @@ def run(args, resources, environment: dict[str, str]) -> None:
 
 def _own_objective(argv: list[str]) -> str | None:
     """The value of ``--objective.name`` if it is a user's file: its hyperparameters become flags, too."""
-    for i, word in enumerate(argv):
-        name, _, value = word.partition("=")
-        if name == "--objective.name":
-            value = value or (argv[i + 1] if i + 1 < len(argv) else "")
-            return value if ".py" in value else None
-    return None
+    name = _value_of("--objective.name", argv)
+    return name if name and ".py" in name else None
 
 
 def _with_preset(argv: list[str], parser) -> list[str]:
     """Flags of ``--preset NAME`` before the user's own, which win."""
-    from qarl_openrlhf.objectives.presets import PRESETS
+    name = _value_of("--preset", argv)
+    if name is None:
+        return argv
+    longest = _value_of("--rollout.max_new_tokens", argv) or _value_of("--data.max_len", argv)
+    try:
+        flags = preset_flags(name, mean_response_length=float(longest) if longest else None)
+    except ObjectiveError as error:
+        parser.error(f"--preset: {error}" + ("" if longest else " (--rollout.max_new_tokens)"))
+    return [*(word for flag, value in flags.items() for word in (f"--{flag}", str(value))), *argv]
 
-    for i, word in enumerate(argv):
-        flag, _, value = word.partition("=")
-        if flag == "--preset":
-            name = value or (argv[i + 1] if i + 1 < len(argv) else "")
-            if name not in PRESETS:
-                parser.error(f"--preset {name!r} does not exist; there are {', '.join(sorted(PRESETS))}")
-            flags = []
-            for key, setting in PRESETS[name].items():
-                flags += [f"--{key}", *([] if setting is True else [str(setting)])]
-            return flags + argv
-    return argv
+
+def _value_of(flag: str, argv: list[str]) -> str | None:
+    """The last value of ``flag`` in ``argv``, written ``--flag value`` or ``--flag=value``."""
+    found = None
+    for word, following in zip(argv, [*argv[1:], None]):
+        if word == flag:
+            found = following
+        elif word.startswith(flag + "="):
+            found = word.partition("=")[2]
+    return found
 
 
 if __name__ == "__main__":

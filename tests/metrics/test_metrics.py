@@ -107,3 +107,24 @@ def test_writer_reader_and_progress_line(tmp_path):
         json.loads(line)
     line = progress.step_line(rows[0])
     assert "step    1" in line and "0.250" in line and "-" in line
+
+
+@pytest.mark.parametrize("scheme", ["w4a16:g32", "w8a8", "fp8"])
+def test_changed_codes_counts_what_differs(scheme):
+    from qarl_openrlhf.metrics.changed_codes import ChangedCodes
+    from qarl_openrlhf.quant.packing import count_changed_codes, quantize_weight
+    from qarl_openrlhf.quant.scheme import QuantScheme
+
+    scheme = QuantScheme.parse(scheme)
+    torch.manual_seed(0)
+    w = torch.randn(16, 64, dtype=torch.bfloat16)
+    moved = w.clone()
+    moved[3, :7] *= -1
+    old, new = quantize_weight(w, scheme), quantize_weight(moved, scheme)
+    watcher = ChangedCodes()
+    norm = ("norm.weight", torch.ones(64, dtype=torch.bfloat16))
+    for packed, expected in ((old, 0), (new, count_changed_codes(old, new)[0]), (new, 0)):
+        stream = [(f"layer.{suffix}", t) for suffix, t in packed.tensors().items()] + [norm]
+        assert list(watcher.watch(stream)) == stream
+        assert watcher.fraction == expected / w.numel()
+    assert count_changed_codes(old, new)[0] > 0

@@ -1,0 +1,127 @@
+"""The command line: OpenRLHF's flags and ours, presets, refusals, dry run. Nothing is started."""
+
+import subprocess
+import sys
+
+import pytest
+
+from qarl_openrlhf.cli import train_qarl
+from qarl_openrlhf.cli.host import HostCommandLine
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", hidden=128)
+
+
+@pytest.fixture
+def base(model):
+    return [
+        "--device", "cpu", "--actor.model_name_or_path", model, "--data.prompt_dataset", "prompts.jsonl",
+        "--reward.remote_url", "reward.py", "--vllm.num_engines", "1", "--actor.num_gpus_per_node", "1",
+        "--ref.num_gpus_per_node", "1", "--algo.advantage.estimator", "group_norm", "--rollout.n_samples_per_prompt", "8",
+    ]  # fmt: skip
+
+
+def refusal(argv, capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        train_qarl.resolve(argv)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_help_shows_openrlhf_and_our_flags_in_one(capsys):
+    with pytest.raises(SystemExit):
+        train_qarl.resolve(["--help"])
+    text = capsys.readouterr().out
+    for flag in ("--actor.adam.lr", "--train.async_enable", "--quant.scheme", "--objective.band_scale", "--sync.verify", "--dry_run"):
+        assert flag in text
+
+
+def test_every_openrlhf_flag_keeps_its_default():
+    host = HostCommandLine()
+    theirs = vars(host.parser.parse_args([]))
+    train_qarl.add_flags(host.parser)
+    both = vars(host.parser.parse_args([]))
+    assert {name: both[name] for name in theirs} == theirs
+    assert len(theirs) > 140  # OpenRLHF 0.11.2 has that many; a parser cut short would have fewer
+
+
+def test_three_arms_differ_by_one_flag(base):
+    plans = {}
+    for scheme in ("bf16", "w4a16:g64:rollout", "w4a16:g64"):
+        args, _, resources = train_qarl.resolve([*base, "--quant.scheme", scheme])
+        plans[args.quant.scheme] = str(resources)
+    assert list(plans) == ["bf16", "w4a16:g64:rollout", "w4a16:g64"] and len(set(plans.values())) == 1
+
+
+def test_without_our_flags_openrlhf_is_left_as_it_is(base):
+    args, _, _ = train_qarl.resolve(base)
+    assert args.objective.name is None and args.quant.scheme == "bf16" and args.algo.kl.init_coef == 0.01
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        (["--quant.scheme", "w3a16"], "w4a16"),
+        (["--quant.scheme", "w4a16:g16"], "w4a16:g32"),
+        (["--quant.scheme", "fp8"], "no fp8 kernel for CPUs"),
+        (["--quant.scheme", "w4a16", "--ds.param_dtype", "fp16"], "underflow"),
+        (["--quant.scheme", "w4a16", "--ds.load_in_4bit"], "NF4"),
+        (["--quant.scheme", "w4a16", "--ds.lora.rank", "8"], "full weights"),
+        (["--objective.name", "tbpo", "--actor.policy_loss_type", "gspo"], "drop --actor.policy_loss_type"),
+        (["--objective.name", "tbpo", "--algo.advantage.is_correction_level", "token"], "is_correction_level"),
+        (["--objective.name", "no_such"], "tbpo"),
+        (["--objective.name", "tbpo", "--objective.is_cap", "-1"], "is_cap"),
+        (["--objective.band_scale", "2"], "without --objective.name"),
+        (["--rollout.top_p", "0.9"], "allow_truncated_sampling"),
+        (["--ds.packing_samples"], "flash-attn"),
+        (["--vllm.num_engines", "0"], "--vllm.num_engines is missing: at least 1"),
+        (["--reward.remote_url", ""], "no reward"),
+        (["--data.prompt_dataset", ""], "--data.prompt_dataset is missing"),
+        (["--preset", "no_such"], "unknown preset 'no_such'"),
+        (["--objective.name", "onpolicy_grpo"], "one optimizer step a rollout"),
+        (["--sync.probe_every", "0"], "at least 1"),
+        (["--rollout.n_samples_per_prompt", "1"], "requires n_samples_per_prompt > 1"),
+    ],
+)  # fmt: skip
+def test_wrong_combinations_are_refused_before_anything_starts(base, extra, message, capsys):
+    assert message in refusal([*base, *extra], capsys)
+
+
+def test_layers_that_do_not_fit_the_scheme_are_named(tmp_path, base, capsys):
+    odd = save_tiny_model(tmp_path, "llama", hidden=96)
+    base[base.index("--actor.model_name_or_path") + 1] = odd
+    text = refusal([*base, "--quant.scheme", "w4a16:g128"], capsys)
+    assert "model.layers.0.self_attn.q_proj" in text and "w4a16:g32" in text
+
+
+def test_missing_model_is_named(base, capsys):
+    base[base.index("--actor.model_name_or_path") + 1] = "/no/such/model"
+    assert "/no/such/model" in refusal([*base, "--quant.scheme", "w4a16"], capsys)
+
+
+def test_dry_run_prints_configuration_resources_and_plan(base, capsys):
+    train_qarl.main([*base, "--quant.scheme", "w4a16:g64", "--objective.name", "tbpo", "--dry_run"])
+    text = capsys.readouterr().out
+    assert "--quant.scheme w4a16:g64" in text and "GPUs (actor 1" in text
+    assert "model.layers.*.mlp.down_proj" in text and "lm_head" in text
+
+
+def test_user_objective_brings_its_hyperparameters(base, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from qarl_openrlhf.objectives import Surrogate, objective\n\n\n"
+        "@objective(level='token', mean='tokens', is_weight='none')\n"
+        "def mine(units, *, steepness: float = 2.0) -> Surrogate:\n    'A surrogate.'\n    return Surrogate(steepness * units.log_ratio * units.advantages)\n"
+    )
+    args, _, _ = train_qarl.resolve([*base, "--objective.name", f"{path}:mine", "--objective.steepness", "3"])
+    assert args.objective.hyperparameters == {"steepness": 3.0}
+
+
+def test_module_runs_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "qarl_openrlhf.cli.train_qarl", "--quant.scheme", "nonsense"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "nonsense" in done.stderr
