@@ -21,7 +21,6 @@ FP8_MAX = 448.0
 FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 
 
-
 def _number(value: float, like: Tensor) -> Tensor:
     """A constant for a division that is correctly rounded on every device.
 

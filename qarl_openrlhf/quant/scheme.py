@@ -21,7 +21,8 @@ _CHECKPOINT_FORMAT = {
     "w8a8": "int-quantized",
     "fp8": "float-quantized",
 }
-# vLLM splits these along their input features under tensor parallelism, all other linears along their output features.
+# vLLM splits these along their input features under tensor parallelism; all other linears along their output features,
+# which moves no group (whether heads divide by TP is the engine's own check).
 _ROW_PARALLEL = ("o_proj", "down_proj")
 _TP_SIZES = (1, 2, 4, 8, 16)
 
@@ -122,14 +123,13 @@ class QuantScheme:
         if not self.quantized:
             return None
         row_parallel = layer_name.rsplit(".", 1)[-1] in _ROW_PARALLEL
-        split, axis = (in_features, "input") if row_parallel else (out_features, "output")
-        if split % tp:
-            return f"{split} {axis} features do not divide by TP {tp}"
-        n, k = (out_features, in_features // tp) if row_parallel else (out_features // tp, in_features)
+        if row_parallel and in_features % tp:
+            return f"{in_features} input features do not divide by TP {tp}"
+        k = in_features // tp if row_parallel else in_features
         if self.group_size and k % self.group_size:
             return f"{k} input features a rank do not divide by group size {self.group_size}"
-        if self.name == "w4a8" and n % 128:
-            return f"the W4A8 kernel needs output features a rank in multiples of 128, not {n}"
+        if self.name == "w4a8" and out_features % 128:
+            return f"the W4A8 kernel needs output features in multiples of 128, not {out_features}"
         if self.name == "w4a8" and row_parallel and tp > 1:
             return "the W4A8 kernel rounds the scales of each rank's share of a row by that share's own maximum"
         return None

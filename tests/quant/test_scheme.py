@@ -61,8 +61,8 @@ def test_layer_checks_name_what_would_work():
         parse("w4a16").check_layer("model.layers.0.self_attn.q_proj", 576, 576)
     # Only down_proj and o_proj are split along K.
     parse("w4a16").check_layer("model.layers.0.mlp.up_proj", 768, 2048, tp=4)
-    with pytest.raises(QuantError, match="576 output features do not divide by TP 5"):
-        parse("w8a8").check_layer("model.layers.0.mlp.up_proj", 576, 576, tp=5)
+    with pytest.raises(QuantError, match="576 input features do not divide by TP 5; with w8a8 use TP 1 or 2 or 4 or 8 or 16"):
+        parse("w8a8").check_layer("model.layers.0.mlp.down_proj", 576, 576, tp=5)
     with pytest.raises(QuantError, match="multiples of 128"):
         parse("w4a8").check_layer("model.layers.0.mlp.up_proj", 192, 256)
     with pytest.raises(QuantError, match="share of a row.*use TP 1"):

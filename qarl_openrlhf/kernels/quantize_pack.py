@@ -1,0 +1,183 @@
+"""Quantize BF16 weights, pack them, and write the dequantized copy, in one read of the weight.
+
+Byte-equal with :mod:`qarl_openrlhf.kernels.reference`. Bound by memory: with G = 128 a weight costs 2 bytes read and
+0.52 written (int4), 1 written (int8, fp8), and 2 more for the copy.
+
+Groups are contiguous in a contiguous weight, so the int4 kernel sees [groups, G] and no rows. Per-channel formats and
+W4A8 (whose group scales depend on the row's largest) keep whole rows in registers, a few to a program.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_openrlhf.kernels.library import INTERPRETED, op
+from qarl_openrlhf.kernels.rounding import MAGIC, absmax, quotient, to_e4m3, weight_scale
+
+_NATIVE = not INTERPRETED
+MAX_ROW = 32768  # longest row held in registers
+
+
+@triton.jit
+def round_int4(q):
+    """Codes in [-8, 7] as float32, of quotients q."""
+    return (tl.minimum(tl.maximum(q, -8.0), 7.0) + MAGIC) - MAGIC
+
+
+@triton.jit
+def store_int4(code, at, mask, A: tl.constexpr, B: tl.constexpr):
+    """Pack codes [A, B] (float32) 8 to an int32, lowest nibble = lowest column, and store them [A, B/8]."""
+    # The low 4 bits of this sum are code + 8; multiplying by 16^j moves them to nibble j.
+    bits = tl.reshape((code + (MAGIC + 8.0)).to(tl.int32, bitcast=True) & 15, A, B // 8, 8)
+    tl.store(at, tl.sum(bits << (4 * tl.arange(0, 8))[None, None, :], 2), mask=mask)
+
+
+@triton.jit
+def _int4_kernel(w, packed, scales, copy, groups, G: tl.constexpr, TILE: tl.constexpr, COPY: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = group < groups
+    at = group[:, None] * G + tl.arange(0, G)[None, :]
+    x = tl.load(w + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    scale = weight_scale(absmax(x, 1), 1.0 / 7.5)
+    tl.store(scales + group, scale.to(tl.bfloat16), mask=inside)
+    scale = scale[:, None]
+    packed_at = packed + group[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
+    code = round_int4(quotient(x, scale))
+    store_int4(code, packed_at, inside[:, None], TILE, G)
+    if COPY:
+        tl.store(copy + at, (code * scale).to(tl.bfloat16), mask=inside[:, None])
+
+
+@triton.jit
+def _row8_kernel(
+    w, codes, scales, copy, rows, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr,
+    COPY: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None] & (column < K)
+    at = row[:, None] * K + column
+    x = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
+    scale = weight_scale(absmax(x, 1), 1.0 / (448.0 if FP8 else 127.5))
+    tl.store(scales + row, scale.to(tl.bfloat16), mask=row < rows)
+    scale = scale[:, None]
+    q = quotient(x, scale)
+    if FP8:
+        code, value = to_e4m3(q + 0.0, NATIVE)  # the reference adds a zero point: -0.0 becomes +0.0
+    else:
+        shifted = tl.minimum(tl.maximum(q, -128.0), 127.0) + MAGIC
+        code, value = shifted.to(tl.int32, bitcast=True).to(tl.int8), shifted - MAGIC
+    tl.store(codes + at, code, mask=inside)
+    if COPY:
+        tl.store(copy + at, (value * scale).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def engine_scales(scale, NATIVE: tl.constexpr):
+    """What vLLM's W4A8 kernel makes of one row's group scales [GROUPS] (zeros past the end change nothing).
+
+    Returns its e4m3 group scales as float32 [GROUPS], and the float32 channel scale. Divisions round correctly: group
+    scales have 24-bit quotients here, for which the reciprocal would move ties.
+    """
+    channel = tl.maximum(tl.div_rn(absmax(scale, 0), 448.0), 1.0 / (448.0 * 512.0))
+    _, group = to_e4m3(tl.div_rn(scale, channel + tl.zeros_like(scale)), NATIVE)
+    _, group = to_e4m3(group * 0.125, NATIVE)
+    return group, channel * 8.0
+
+
+@triton.jit
+def _w4a8_kernel(
+    w, packed, scales, copy, GROUPS: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """One row: the scales move onto the engine's grid before the codes are computed."""
+    index = tl.arange(0, BLOCK)
+    inside = index < GROUPS
+    group = tl.program_id(0).to(tl.int64) * GROUPS + index
+    at = group[:, None] * G + tl.arange(0, G)[None, :]
+    x = tl.load(w + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    scale = tl.where(inside, weight_scale(absmax(x, 1), 1.0 / 7.5), 0.0)
+    fine, channel = engine_scales(scale, NATIVE)
+    stored = (tl.maximum(fine, 0.001953125) * channel).to(tl.bfloat16)
+    tl.store(scales + group, stored, mask=inside)
+    packed_at = packed + group[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
+    stored = stored.to(tl.float32)
+    code = round_int4(quotient(x, stored[:, None]))
+    store_int4(code, packed_at, inside[:, None], BLOCK, G)
+    if COPY:
+        fine, channel = engine_scales(tl.where(inside, stored, 0.0), NATIVE)
+        _, operand = to_e4m3(code * fine[:, None], NATIVE)
+        tl.store(copy + at, (operand * channel).to(tl.bfloat16), mask=inside[:, None])
+
+
+def _contiguous(w: Tensor) -> Tensor:
+    if w.dtype != torch.bfloat16:
+        raise TypeError(f"the Triton quantizers take bfloat16 weights, not {w.dtype}; dispatch sends others to torch")
+    return w.contiguous()
+
+
+def _empty_copy(w: Tensor, wanted: bool) -> Tensor:
+    return torch.empty(w.shape if wanted else 0, dtype=torch.bfloat16, device=w.device)
+
+
+def _int4_outputs(w: Tensor, group_size: int, copy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    packed = torch.empty((*w.shape[:-1], w.shape[-1] // 8), dtype=torch.int32, device=w.device)
+    scales = torch.empty((*w.shape[:-1], w.shape[-1] // group_size), dtype=torch.bfloat16, device=w.device)
+    return packed, scales, _empty_copy(w, copy)
+
+
+@op("quantize_int4(Tensor w, int group_size, bool copy) -> (Tensor, Tensor, Tensor)", _int4_outputs)
+def quantize_int4(w: Tensor, group_size: int, copy: bool):
+    """``[..., N, K]`` BF16 -> (packed int32 ``[..., N, K/8]``, BF16 scale ``[..., N, K/G]``, W_dq or an empty tensor)."""
+    w = _contiguous(w)
+    outputs = _int4_outputs(w, group_size, copy)
+    groups = w.numel() // group_size
+    tile = 4096 // group_size
+    if groups:
+        grid = (triton.cdiv(groups, tile),)
+        _int4_kernel[grid](w, *outputs, groups, group_size, tile, copy, num_warps=4)
+    return outputs
+
+
+def _w4a8_outputs(w: Tensor, copy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return _int4_outputs(w, 128, copy)
+
+
+@op("quantize_w4a8(Tensor w, bool copy) -> (Tensor, Tensor, Tensor)", _w4a8_outputs)
+def quantize_w4a8(w: Tensor, copy: bool):
+    """As :func:`quantize_int4` at group 128, with scales on the grid of vLLM's W4A8 kernel. K at most MAX_ROW."""
+    w = _contiguous(w)
+    outputs = _w4a8_outputs(w, copy)
+    groups = w.shape[-1] // 128
+    if w.numel():
+        block = triton.next_power_of_2(groups)
+        warps = min(max(block // 8, 1), 16)
+        _w4a8_kernel[(w.numel() // w.shape[-1],)](
+            w, *outputs, groups, block, 128, copy, _NATIVE, num_warps=warps
+        )
+    return outputs
+
+
+def _row8_outputs(w: Tensor, fp8: bool, copy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.empty(w.shape, dtype=torch.float8_e4m3fn if fp8 else torch.int8, device=w.device)
+    scales = torch.empty((*w.shape[:-1], 1), dtype=torch.bfloat16, device=w.device)
+    return codes, scales, _empty_copy(w, copy)
+
+
+@op("quantize_row8(Tensor w, bool fp8, bool copy) -> (Tensor, Tensor, Tensor)", _row8_outputs)
+def quantize_row8(w: Tensor, fp8: bool, copy: bool):
+    """``[..., N, K]`` BF16 -> (int8 or e4m3 codes, BF16 scale ``[..., N, 1]``, W_dq or an empty tensor). K at most MAX_ROW."""
+    w = _contiguous(w)
+    codes, scales, dequantized = _row8_outputs(w, fp8, copy)
+    k = w.shape[-1]
+    if w.numel():
+        rows = w.numel() // k
+        block = triton.next_power_of_2(k)
+        per_program = max(1, 4096 // block)
+        warps = min(max(block * per_program // 1024, 1), 16)
+        _row8_kernel[(triton.cdiv(rows, per_program),)](
+            w, codes.view(torch.uint8) if fp8 else codes, scales, dequantized, rows, k, block, per_program, fp8, copy,
+            _NATIVE, num_warps=warps,
+        )  # fmt: skip
+    return codes, scales, dequantized
