@@ -18,7 +18,6 @@ from qarl_openrlhf.metrics.changed_codes import ChangedCodes
 from qarl_openrlhf.objectives import build_objective
 from qarl_openrlhf.quant.convert import published_tensors
 from qarl_openrlhf.sync.probe import LogprobProbe
-from qarl_openrlhf.sync.publisher import Publisher
 
 
 class QarlActorTrainer(ActorPPOTrainer):
@@ -40,6 +39,8 @@ class QarlActorTrainer(ActorPPOTrainer):
         if self.vllm_engines:
             sync = self.args.sync
             if dist.get_rank() == 0:
+                from qarl_openrlhf.sync.publisher import Publisher
+
                 self.publisher = Publisher(
                     self.vllm_engines,
                     transport=sync.transport,

@@ -1,0 +1,117 @@
+"""The learner's step under real DeepSpeed: r = 1 bitwise, one quantization a step, whole optimizer steps only."""
+
+import pytest
+import torch
+
+from qarl_openrlhf.actors.loss import ObjectiveLoss
+from qarl_openrlhf.objectives import build_objective, list_objectives
+
+
+class RecordingLoss(ObjectiveLoss):
+    """Notes max |log pi_current - log pi_old| of every training forward."""
+
+    def __init__(self, objective):
+        super().__init__(objective)
+        self.largest_log_ratio = []
+
+    def __call__(self, log_probs, old_log_probs, *args, **kwargs):
+        self.largest_log_ratio.append(float((log_probs.detach() - old_log_probs).abs().max()))
+        return super().__call__(log_probs, old_log_probs, *args, **kwargs)
+
+
+def fill(learner, experiences):
+    learner.replay_buffer.clear()
+    for experience in experiences:
+        learner.replay_buffer.append(experience)
+
+
+@pytest.mark.parametrize("zero, scheme", [(1, "w4a16:g32"), (2, "w8a8"), (3, "w4a16:g32"), (2, "bf16"), (2, "w4a16:g32:rollout")])
+def test_log_ratio_is_exactly_zero_before_the_first_update(make_learner, rollout, zero, scheme):
+    learner = make_learner("qwen2", ds__zero_stage=zero, quant__scheme=scheme, actor__gradient_checkpointing_enable=zero == 3)
+    fill(learner, rollout())
+    learner.actor_loss_fn = recording = RecordingLoss(learner.actor_loss_fn.objective)
+    metrics = learner.ppo_train(0.0)
+    seen = recording.largest_log_ratio
+    assert len(seen) == 4  # 16 samples in micro-batches of 4, 2 micro-batches an update
+    assert seen[0] == seen[1] == 0, "another log-prob in the training pass than in the pass before it"
+    assert max(seen[2:]) > 0, "the first update changed nothing"
+    assert metrics["objective/in_band_frac_by_update/0"] == 1.0
+    assert metrics["policy/updates"] == 2
+
+
+def test_no_objective_clips_on_the_first_mini_batch(make_learner, rollout):
+    learner = make_learner("llama", train__batch_size=16)  # one optimizer step a rollout
+    for updates, name in enumerate(list_objectives(), start=1):
+        learner.actor_loss_fn = ObjectiveLoss(build_objective(name))
+        fill(learner, rollout(seed=updates))
+        metrics = learner.ppo_train(0.0)
+        assert metrics["policy/updates"] == updates
+        for clip in ("objective/pos_clip_frac", "objective/neg_low_frac", "objective/neg_high_frac"):
+            assert metrics.get(clip, 0.0) == 0.0, (name, clip)
+        assert metrics["objective/in_band_frac"] == 1.0 and metrics["objective/ppo_kl"] == 0.0, name
+
+
+@pytest.mark.parametrize("cache", ["packed", "dequant", "none"])
+def test_weights_are_quantized_once_an_optimizer_step(make_learner, rollout, cache):
+    learner = make_learner("llama", quant__cache=cache)
+    stats, layers = learner.actor.quant_cache.stats, 14
+    fill(learner, rollout())
+    before = stats.quantize_calls
+    learner.ppo_train(0.0)
+    for _ in learner.published_tensors():
+        pass
+    made = stats.quantize_calls - before
+    if cache == "none":
+        assert made == layers * (4 + 4 + 1)  # four old-log-prob passes, four training passes, the publish
+    else:
+        # the start policy, after the first update, after the second (made by the publish)
+        assert made == 3 * layers
+        fill(learner, rollout(seed=1))
+        learner.ppo_train(0.0)
+        assert stats.quantize_calls - before == 4 * layers, "the publish's weights were not reused by the next rollout's first pass"
+
+
+def test_cache_modes_publish_the_same_bytes(make_learner, rollout):
+    published = []
+    for cache in ("packed", "dequant", "none"):
+        learner = make_learner("qwen3", quant__cache=cache)
+        fill(learner, rollout())
+        torch.manual_seed(7)
+        learner.ppo_train(0.0)
+        published.append(dict(learner.published_tensors()))
+    for other in published[1:]:
+        assert published[0].keys() == other.keys()
+        for name, tensor in published[0].items():
+            assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+def test_a_partial_optimizer_step_is_dropped_not_carried_over(make_learner, rollout, capsys):
+    learner = make_learner("llama")
+    fill(learner, rollout(count=12))  # 3 micro-batches, an update needs 2
+    metrics = learner.ppo_train(0.0)
+    assert metrics["policy/updates"] == 1 and learner.actor.model.micro_steps == 2
+    assert "dropping 1 micro-batches" in capsys.readouterr().out
+
+
+def test_old_log_probs_equal_openrlhf_own_forward(make_learner, rollout):
+    """``QuantActor.forward`` (lm_head on acting positions only) against ``Actor.forward`` on the same weights."""
+    from openrlhf.models import Actor
+
+    learner = make_learner("llama", rollout__temperature=0.7)
+    fill(learner, rollout())
+    for batch in learner._fixed_micro_batches():
+        with torch.no_grad():
+            inputs = (batch.sequences, batch.action_mask, batch.attention_mask)
+            ours, output = learner.actor(*inputs, return_output=True, return_entropy=True)
+            theirs, reference = Actor.forward(learner.actor, *inputs, return_output=True, return_entropy=True)
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=0)
+        mask = batch.action_mask.bool()
+        torch.testing.assert_close(output.entropy[mask], reference.entropy[mask], atol=2e-2, rtol=0)
+
+
+def test_openrlhf_own_loss_still_trains(make_learner, rollout):
+    learner = make_learner("llama", objective__name=None, quant__scheme="bf16")
+    fill(learner, rollout())
+    metrics = learner.ppo_train(0.0)
+    assert metrics["policy/updates"] == 2 and "ppo_clip_ratio" in metrics
