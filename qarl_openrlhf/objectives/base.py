@@ -51,7 +51,7 @@ class Surrogate:
     A surrogate without a band leaves them out, and everything counts as in band.
     ``outside`` (bool): the unit is out of the objective altogether (a rejected response): its gradient is zero
     and ``drop`` takes it out of the denominator. Clipped tokens of a token objective are not outside.
-    ``weight_band``: (low, high) to clip the mismatch weight to, by unit.
+    ``weight_band``: (low, high) to clip the mismatch weight to.
     """
 
     values: Tensor

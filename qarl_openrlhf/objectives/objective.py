@@ -96,6 +96,17 @@ class ObjectiveResult:
         return metrics_from_sums(self.sums)
 
 
+@dataclass(frozen=True)
+class _Evaluated:
+    """A batch, its units (responses, if the surrogate is by response), surrogate and weight, and the sum of all."""
+
+    batch: Batch
+    units: Units
+    surrogate: Surrogate
+    weight: MismatchWeight
+    total: Tensor
+
+
 class Objective:
     """A surrogate with its hyperparameters fixed; made by ``build_objective``."""
 
@@ -116,7 +127,7 @@ class Objective:
         self._mis = _mis_band(self.name, hp)
         self.hyperparameters = hp
         self._surrogate_hp = {name: hp[name] for name in spec.own_hyperparameters}
-        self._surrogate(prepare(*[torch.zeros(1, 1)] * 4, torch.ones(1, 1)))  # a surrogate refuses what ranges cannot
+        self(*[torch.zeros(1, 1)] * 4, torch.ones(1, 1))  # a surrogate may refuse what ranges cannot say
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.hyperparameters.items())})"
@@ -142,78 +153,79 @@ class Objective:
 
         Raises ObjectiveError for wrong shapes and for NaN or infinity, naming tensor and row.
         """
-        batch = prepare(log_probs, old_log_probs, rollout_log_probs, advantages, action_mask)
-        units, surrogate = self._surrogate(batch)
-        weight = self._weight(batch)
+        done = self._evaluate(prepare(log_probs, old_log_probs, rollout_log_probs, advantages, action_mask))
+        denominator = batch_num_tokens if self.mean == "tokens" else global_batch_size
         if self.hyperparameters["drop"]:
-            whole = batch_num_tokens if self.mean == "tokens" else global_batch_size
-            denominator = self._kept_denominator(batch, surrogate, weight, dp_size, whole, global_kept)
-        else:
-            denominator = batch_num_tokens if self.mean == "tokens" else global_batch_size
-        if denominator is None:
-            denominator = self._count(batch)
-        denominator = torch.as_tensor(denominator, dtype=torch.float32, device=batch.mask.device)
+            denominator = self._kept_denominator(done, dp_size, denominator, global_kept)
+        elif denominator is None:
+            denominator = self._count(done.batch)
+        denominator = torch.as_tensor(denominator, dtype=torch.float32, device=log_probs.device)
         # An optimizer step without a single (kept) response: the sum is 0 and stays on the graph.
         denominator = torch.where(denominator > 0, denominator, 1.0)
-        loss = -self._total(batch, surrogate, weight) / denominator * dp_size
-        return ObjectiveResult(loss, batch_sums(batch, units, surrogate, weight))
+        loss = -done.total / denominator * dp_size
+        return ObjectiveResult(loss, batch_sums(done.batch, done.units, done.surrogate, done.weight))
 
     @torch.no_grad()
     def count_kept(self, log_probs, old_log_probs, rollout_log_probs, advantages, action_mask) -> Tensor:
         """Tokens or responses (as the mean is over) that ``drop`` leaves in this micro-batch's denominator; 0-d."""
         batch = prepare(log_probs, old_log_probs, rollout_log_probs, advantages, action_mask)
-        return self._count_kept(batch, self._surrogate(batch)[1], self._weight(batch))
+        return self._count_kept(self._evaluate(batch))
 
     @torch.enable_grad()
     def token_coefficients(self, log_probs, old_log_probs, rollout_log_probs, advantages, action_mask) -> Tensor:
         """d(objective)/d(logpi_t) before normalisation, [B, T]: 0 where a token is clipped, rejected or masked."""
         leaf = log_probs.detach().float().requires_grad_()
-        batch = prepare(leaf, old_log_probs, rollout_log_probs, advantages, action_mask)
-        return torch.autograd.grad(self._total(batch, self._surrogate(batch)[1], self._weight(batch)), leaf)[0]
+        done = self._evaluate(prepare(leaf, old_log_probs, rollout_log_probs, advantages, action_mask))
+        return torch.autograd.grad(done.total, leaf)[0]
 
-    def _surrogate(self, batch: Batch) -> tuple[Units, Surrogate]:
-        if self.level == "token":
-            units = batch.tokens()
-        elif self.hyperparameters["is_weight"] == "token":
-            units = batch.response_tokens()  # weights by token need the response by token
-        else:
-            units = batch.responses()
-        return units, self.spec(units, **self._surrogate_hp)
-
-    def _weight(self, batch: Batch) -> MismatchWeight:
-        return mismatch_weight(batch, self.hyperparameters["is_weight"], self.hyperparameters["is_cap"], **self._mis)
-
-    def _total(self, batch: Batch, surrogate: Surrogate, weight: MismatchWeight) -> Tensor:
-        w = _like(weight.values, surrogate.values)
+    def _evaluate(self, batch: Batch) -> _Evaluated:
+        hp = self.hyperparameters
+        weight = mismatch_weight(batch, hp["is_weight"], hp["is_cap"], **self._mis)
+        units = batch.tokens() if self.level == "token" else batch.responses()
+        surrogate = self._surrogate(units)
         if surrogate.weight_band is not None:
-            w = w.clamp(*surrogate.weight_band)
-        values = w * surrogate.values
+            weight = weight.clip(*(_like(end, weight.values) for end in surrogate.weight_band))
+        values = surrogate.values
+        if self.level == "response" and weight.values.ndim == 2:
+            values = self._surrogate(batch.response_tokens()).values  # a weight by token needs the response by token
+        values = values * _like(weight.values, values)
         if values.ndim == 1:
-            return torch.where(batch.nonempty, values, 0.0).sum()
-        values = torch.where(batch.mask, values, 0.0)
-        return values.sum() if self.mean == "tokens" else batch.response_mean(values).sum()
+            total = torch.where(batch.nonempty, values, 0.0).sum()
+        else:
+            values = torch.where(batch.mask, values, 0.0)
+            total = values.sum() if self.mean == "tokens" else batch.response_mean(values).sum()
+        return _Evaluated(batch, units, surrogate, weight, total)
+
+    def _surrogate(self, units: Units) -> Surrogate:
+        surrogate = self.spec(units, **self._surrogate_hp)
+        if not isinstance(surrogate, Surrogate):
+            raise ObjectiveError(f"{self.name} must return a Surrogate, got {type(surrogate).__name__}")
+        if surrogate.values.shape != units.log_ratio.shape:
+            shapes = [list(x.shape) for x in (surrogate.values, units.log_ratio)]
+            raise ObjectiveError(f"{self.name}: its values are {shapes[0]} but its units are {shapes[1]}")
+        return surrogate
 
     def _count(self, batch: Batch) -> Tensor:
         return (batch.mask if self.mean == "tokens" else batch.nonempty).sum(dtype=torch.float32)
 
-    def _count_kept(self, batch: Batch, surrogate: Surrogate, weight: MismatchWeight) -> Tensor:
-        kept = batch.mask if self.mean == "tokens" else batch.nonempty
-        if weight.rejected is not None:
-            kept = kept & ~_like(weight.rejected, kept)
-        if surrogate.outside is not None:
-            outside = surrogate.outside
-            kept = kept & ~((outside & batch.mask).any(-1) if outside.ndim > kept.ndim else outside)
+    def _count_kept(self, done: _Evaluated) -> Tensor:
+        kept = done.batch.mask if self.mean == "tokens" else done.batch.nonempty
+        if done.weight.rejected is not None:
+            kept = kept & ~_like(done.weight.rejected, kept)
+        outside = done.surrogate.outside
+        if outside is not None:
+            kept = kept & ~((outside & done.batch.mask).any(-1) if outside.ndim > kept.ndim else outside)
         return kept.sum(dtype=torch.float32)
 
-    def _kept_denominator(self, batch, surrogate, weight, dp_size, whole, global_kept):
+    def _kept_denominator(self, done: _Evaluated, dp_size: int, whole, global_kept):
         if global_kept is not None:
             return global_kept
-        if dp_size != 1 or (whole is not None and float(whole) != float(self._count(batch))):
+        if dp_size != 1 or (whole is not None and float(whole) != float(self._count(done.batch))):
             raise ObjectiveError(
                 f"{self.name}: drop=True divides by what is kept on all ranks and micro-batches; pass global_kept,"
                 " the sum of count_kept() over them, divided as batch_num_tokens and global_batch_size are"
             )
-        return self._count_kept(batch, surrogate, weight)
+        return self._count_kept(done)
 
 
 def _like(by_response: Tensor, units: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ The statistic of ``mis`` is a ratio of the response: ``geometric`` exp(mean delt
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ class MismatchWeight:
     values: Tensor
     clipped: Tensor
     rejected: Tensor | None = None
+
+    def clip(self, low: Tensor, high: Tensor) -> MismatchWeight:
+        """The same within [low, high]; what was rejected keeps its weight of 0."""
+        values = self.values.clamp(low, high)
+        if self.rejected is not None:
+            values = torch.where(self.rejected, 0.0, values)
+        return replace(self, values=values, clipped=self.clipped | (values != self.values))
 
 
 @torch.no_grad()
