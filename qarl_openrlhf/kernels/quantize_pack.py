@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_openrlhf.kernels.library import INTERPRETED, op
-from qarl_openrlhf.kernels.rounding import MAGIC, absmax, quotient, to_e4m3, weight_scale
+from qarl_openrlhf.kernels.library import op
+from qarl_openrlhf.kernels.rounding import MAGIC, absmax, narrow, quotient, to_e4m3, weight_scale, widen
 
-_NATIVE = not INTERPRETED
 MAX_ROW = 32768  # longest row held in registers
 
 
@@ -38,77 +37,76 @@ def _int4_kernel(w, packed, scales, copy, groups, G: tl.constexpr, TILE: tl.cons
     group = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = group < groups
     at = group[:, None] * G + tl.arange(0, G)[None, :]
-    x = tl.load(w + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    x = widen(tl.load(w + at, mask=inside[:, None], other=0.0))
     scale = weight_scale(absmax(x, 1), 1.0 / 7.5)
-    tl.store(scales + group, scale.to(tl.bfloat16), mask=inside)
+    tl.store(scales + group, narrow(scale), mask=inside)
     scale = scale[:, None]
     packed_at = packed + group[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
     code = round_int4(quotient(x, scale))
     store_int4(code, packed_at, inside[:, None], TILE, G)
     if COPY:
-        tl.store(copy + at, (code * scale).to(tl.bfloat16), mask=inside[:, None])
+        tl.store(copy + at, narrow(code * scale), mask=inside[:, None])
 
 
 @triton.jit
 def _row8_kernel(
     w, codes, scales, copy, rows, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr,
-    COPY: tl.constexpr, NATIVE: tl.constexpr,
+    COPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows)[:, None] & (column < K)
     at = row[:, None] * K + column
-    x = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
+    x = widen(tl.load(w + at, mask=inside, other=0.0))
     scale = weight_scale(absmax(x, 1), 1.0 / (448.0 if FP8 else 127.5))
-    tl.store(scales + row, scale.to(tl.bfloat16), mask=row < rows)
+    tl.store(scales + row, narrow(scale), mask=row < rows)
     scale = scale[:, None]
     q = quotient(x, scale)
     if FP8:
-        code, value = to_e4m3(q + 0.0, NATIVE)  # the reference adds a zero point: -0.0 becomes +0.0
+        code, value = to_e4m3(q + 0.0)  # the reference adds a zero point: -0.0 becomes +0.0
     else:
         shifted = tl.minimum(tl.maximum(q, -128.0), 127.0) + MAGIC
         code, value = shifted.to(tl.int32, bitcast=True).to(tl.int8), shifted - MAGIC
     tl.store(codes + at, code, mask=inside)
     if COPY:
-        tl.store(copy + at, (value * scale).to(tl.bfloat16), mask=inside)
+        tl.store(copy + at, narrow(value * scale), mask=inside)
 
 
 @triton.jit
-def engine_scales(scale, NATIVE: tl.constexpr):
+def engine_scales(scale):
     """What vLLM's W4A8 kernel makes of one row's group scales [GROUPS] (zeros past the end change nothing).
 
     Returns its e4m3 group scales as float32 [GROUPS], and the float32 channel scale. Divisions round correctly: group
     scales have 24-bit quotients here, for which the reciprocal would move ties.
     """
     channel = tl.maximum(tl.div_rn(absmax(scale, 0), 448.0), 1.0 / (448.0 * 512.0))
-    _, group = to_e4m3(tl.div_rn(scale, channel + tl.zeros_like(scale)), NATIVE)
-    _, group = to_e4m3(group * 0.125, NATIVE)
+    _, group = to_e4m3(tl.div_rn(scale, channel + tl.zeros_like(scale)))
+    _, group = to_e4m3(group * 0.125)
     return group, channel * 8.0
 
 
 @triton.jit
 def _w4a8_kernel(
-    w, packed, scales, copy, GROUPS: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr,
-    NATIVE: tl.constexpr,
+    w, packed, scales, copy, GROUPS: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr
 ):  # fmt: skip
     """One row: the scales move onto the engine's grid before the codes are computed."""
     index = tl.arange(0, BLOCK)
     inside = index < GROUPS
     group = tl.program_id(0).to(tl.int64) * GROUPS + index
     at = group[:, None] * G + tl.arange(0, G)[None, :]
-    x = tl.load(w + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    x = widen(tl.load(w + at, mask=inside[:, None], other=0.0))
     scale = tl.where(inside, weight_scale(absmax(x, 1), 1.0 / 7.5), 0.0)
-    fine, channel = engine_scales(scale, NATIVE)
-    stored = (tl.maximum(fine, 0.001953125) * channel).to(tl.bfloat16)
+    fine, channel = engine_scales(scale)
+    stored = narrow(tl.maximum(fine, 0.001953125) * channel)
     tl.store(scales + group, stored, mask=inside)
     packed_at = packed + group[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
-    stored = stored.to(tl.float32)
+    stored = widen(stored)
     code = round_int4(quotient(x, stored[:, None]))
     store_int4(code, packed_at, inside[:, None], BLOCK, G)
     if COPY:
-        fine, channel = engine_scales(tl.where(inside, stored, 0.0), NATIVE)
-        _, operand = to_e4m3(code * fine[:, None], NATIVE)
-        tl.store(copy + at, (operand * channel).to(tl.bfloat16), mask=inside[:, None])
+        fine, channel = engine_scales(tl.where(inside, stored, 0.0))
+        _, operand = to_e4m3(code * fine[:, None])
+        tl.store(copy + at, narrow(operand * channel), mask=inside[:, None])
 
 
 def _contiguous(w: Tensor) -> Tensor:
@@ -154,7 +152,7 @@ def quantize_w4a8(w: Tensor, copy: bool):
         block = triton.next_power_of_2(groups)
         warps = min(max(block // 8, 1), 16)
         _w4a8_kernel[(w.numel() // w.shape[-1],)](
-            w, *outputs, groups, block, 128, copy, _NATIVE, num_warps=warps
+            w, *outputs, groups, block, 128, copy, num_warps=warps
         )
     return outputs
 
@@ -178,6 +176,6 @@ def quantize_row8(w: Tensor, fp8: bool, copy: bool):
         warps = min(max(block * per_program // 1024, 1), 16)
         _row8_kernel[(triton.cdiv(rows, per_program),)](
             w, codes.view(torch.uint8) if fp8 else codes, scales, dequantized, rows, k, block, per_program, fp8, copy,
-            _NATIVE, num_warps=warps,
+            num_warps=warps,
         )  # fmt: skip
     return codes, scales, dequantized

@@ -6,12 +6,18 @@ odd significand T; T * scale = w would need a 9-bit w). Hence w * (1 / scale), w
 same BF16 number, and one division a group replaces one a weight. The same holds for amax * (1 / 7.5). Tested over all pairs
 of significands. Denormal scales are lifted by 2^96 first, as their reciprocal would overflow.
 
+*The interpreter* (TRITON_INTERPRET=1, used by tests on a CPU) truncates casts to BF16 and gets casts to e4m3 wrong without
+an error, so there both are done on the bits.
+
 *Integers.* Adding 1.5 * 2^23 to a small float32 rounds it half-to-even, and leaves the integer in its low bits.
 """
 
 import triton
 import triton.language as tl
 
+from qarl_openrlhf.kernels.library import INTERPRETED
+
+NATIVE = tl.constexpr(not INTERPRETED)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23, bits 0x4B400000
 
 
@@ -23,13 +29,33 @@ def _larger(a, b):
 @triton.jit
 def absmax(x, axis: tl.constexpr):
     """Largest magnitude along an axis; a NaN anywhere makes it NaN."""
-    return tl.reduce(tl.abs(x), axis, _larger)
+    if NATIVE:
+        return tl.reduce(tl.abs(x), axis, _larger)
+    return tl.max(tl.abs(x), axis)
+
+
+@triton.jit
+def widen(x):
+    """float32 value of a BF16 x."""
+    if NATIVE:
+        return x.to(tl.float32)
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def narrow(x):
+    """bf16(x) of a float32 x, rounding half to even."""
+    if NATIVE:
+        return x.to(tl.bfloat16)
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def weight_scale(amax, RECIPROCAL: tl.constexpr):
     """float32 value of bf16(amax / half_range), the eps of BF16 for zero; RECIPROCAL = 1 / half_range."""
-    scale = (amax * RECIPROCAL).to(tl.bfloat16).to(tl.float32)
+    scale = widen(narrow(amax * RECIPROCAL))
     return tl.where(scale == 0.0, 0.0078125, scale)
 
 
@@ -37,22 +63,20 @@ def weight_scale(amax, RECIPROCAL: tl.constexpr):
 def quotient(w, scale):
     """float32 value of bf16(w / scale); w [A, B] BF16 values, scale [A, 1] (BF16 values)."""
     lift = tl.where(scale < 7.8886e-31, 79228162514264337593543950336.0, 1.0)  # below 2^-100: times 2^96
-    return ((w * lift) * (1.0 / (scale * lift))).to(tl.bfloat16).to(tl.float32)
+    return widen(narrow((w * lift) * (1.0 / (scale * lift))))
 
 
 @triton.jit
-def to_e4m3(x, NATIVE: tl.constexpr):
+def to_e4m3(x):
     """Bits (uint8) and float32 value of the saturating e4m3fn cast of a float32 x; the interpreter's own cast is wrong."""
     if NATIVE:
         code = x.to(tl.float8e4nv)
         return code.to(tl.uint8, bitcast=True), code.to(tl.float32)
-    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
     bits = x.to(tl.int32, bitcast=True)
-    coarse = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    x = tl.minimum(tl.abs(x), 448.0)
+    coarse = x.to(tl.int32, bitcast=True)
+    coarse = (coarse + 0x7FFFF + ((coarse >> 20) & 1)) & -0x100000
     fine = (x + 24576.0) - 24576.0  # 1.5 * 2^14: multiples of 2^-9, the spacing of e4m3's denormals
-    small = tl.abs(x) < 0.015625
-    value = tl.where(small, fine, coarse.to(tl.float32, bitcast=True))
-    magnitude = tl.where(
-        small, (tl.abs(fine) * 512.0).to(tl.int32), ((coarse & 0x7FFFFFFF) - 0x3C000000) >> 20
-    )
-    return (magnitude | ((bits >> 24) & 0x80)).to(tl.uint8), value
+    value = tl.where(x < 0.015625, fine, coarse.to(tl.float32, bitcast=True))
+    code = tl.where(x < 0.015625, (fine * 512.0).to(tl.int32), (coarse - 0x3C000000) >> 20)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8), tl.where(bits < 0, -value, value)

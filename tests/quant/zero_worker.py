@@ -1,0 +1,140 @@
+"""Trains a tiny quantized Qwen2 under real DeepSpeed ZeRO-1, 2 and 3 and saves what the tests check.
+
+usage: zero_worker.py RANK WORLD_SIZE PORT OUT_FILE
+"""
+
+import os
+import sys
+
+import deepspeed
+import torch
+from qarl_openrlhf.quant import QuantScheme, count_changed_codes
+from qarl_openrlhf.quant.convert import convert_model, published_tensors
+from qarl_openrlhf.quant.linear import QuantLinear
+from tiny_models import CONFIGS, tiny
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+SCHEME = QuantScheme.parse("w4a16:g32")
+
+
+def config(stage: int, world: int, lr: float, accumulate: int) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulate,
+        "train_batch_size": 2 * accumulate * world,
+        "bf16": {"enabled": True},
+        # persistence threshold 0: really partition even these tiny parameters
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.0, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+    }
+
+
+def build(stage: int, ds_config: dict):
+    source = tiny("qwen2", tie_word_embeddings=True)
+    if stage < 3:
+        return source
+    with deepspeed.zero.Init(config_dict_or_path=ds_config):
+        model = AutoModelForCausalLM.from_config(
+            CONFIGS["qwen2"](tie_word_embeddings=True), dtype=torch.bfloat16, attn_implementation="eager"
+        )
+    values = dict(source.named_parameters())
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(values[name].data)
+    # zero.Init rounds the rotary frequencies to BF16, which the other stages do not; not what is tested here.
+    model.model.rotary_emb.inv_freq = source.model.rotary_emb.inv_freq
+    return model
+
+
+def run_step(engine, batches) -> list[float]:
+    losses = []
+    for ids in batches:
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.module.quant_cache.invalidate()
+    return losses
+
+
+def train(stage: int, rank: int, world: int, reentrant: bool) -> dict:
+    ds_config = config(stage, world, lr=1e-3, accumulate=2)
+    model = build(stage, ds_config)
+    partitioned = sum(p.numel() == 0 for p in model.parameters())
+    report = convert_model(model, SCHEME)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    engine.train()
+    gather = deepspeed.zero.GatheredParameters if stage == 3 else None
+    stats = model.quant_cache.stats
+    publish = lambda: {n: t.clone() for n, t in published_tensors(model, SCHEME, gather=gather)}  # noqa: E731
+
+    generator = torch.Generator().manual_seed(3)
+    batches = torch.randint(3, 160, (2, world, 2, 12), generator=generator)[:, rank]
+    out = {"report": [tuple(p[:3]) for p in report.layers], "partitioned": partitioned, "calls": []}
+    before = publish()
+    packed_before = model.quant_cache.packed_weights()
+    out["calls"].append(stats.quantize_calls)
+    out["losses"] = run_step(engine, batches)
+    out["calls"].append(stats.quantize_calls)
+    after = publish()
+    out["calls"].append(stats.quantize_calls)
+    if stage == 3:  # a hit needs no gather, and the parameters are away
+        layers = [m for m in model.modules() if isinstance(m, QuantLinear) and m.scheme]
+        out["gone"] = all(m.weight.numel() == 0 and m.is_packed() for m in layers)
+    changed = [count_changed_codes(packed_before[n], p) for n, p in model.quant_cache.packed_weights().items()]
+    out["losses"] += run_step(engine, batches)
+    out["calls"].append(stats.quantize_calls)
+    out["changed"] = [sum(x) for x in zip(*changed, strict=True)]
+    out["published_before"], out["published"] = before, after
+    return out
+
+
+class OneLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(64, 64, bias=False).bfloat16()})])
+        self.layers[0]["up"].weight.data.mul_(0.2)
+
+    def forward(self, x):
+        return self.layers[0]["up"](x)
+
+
+def thousand_small_updates(stage: int) -> dict:
+    """AdamW under a constant gradient moves every weight by lr = 1e-6 a step, far below a BF16 weight's resolution."""
+    model = OneLayer()
+    convert_model(model, SCHEME)
+    layer = model.layers[0]["up"]
+    first_weight, first = layer.weight.detach().clone(), layer.packed()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(stage, 1, 1e-6, 1))
+    x = torch.randn(2, 64).bfloat16()
+    for update in range(1000):
+        engine.backward(engine(x).float().sum())
+        engine.step()
+        model.quant_cache.invalidate()
+        if update == 0:
+            one = count_changed_codes(first, layer.packed())
+    gather = deepspeed.zero.GatheredParameters if stage == 3 else None
+    dict(published_tensors(model, SCHEME, gather=gather))
+    lost = (first_weight + 1e-6 * torch.ones_like(first_weight)) == first_weight
+    return {"one": one[0], "thousand": layer.packed().changed_codes(first)[0], "lost_in_bf16": lost.float().mean().item()}
+
+
+def main():
+    rank, world, port, out_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    deepspeed.init_distributed(dist_backend="gloo")
+    results = {f"zero{stage}": train(stage, rank, world, reentrant=stage == 2 or world > 1) for stage in (1, 2, 3)}
+    if world == 1:
+        results["small updates"] = thousand_small_updates(stage=2)
+    torch.save(results, f"{out_file}.{rank}")
+
+
+if __name__ == "__main__":
+    main()
