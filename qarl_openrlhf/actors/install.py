@@ -16,13 +16,14 @@ def install(args):
     """Returns OpenRLHF's ``train`` function, which now builds our classes (this process only)."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # The controller writes the run directory, which the driver reads: same node.
-    ppo_trainer.PPOTrainer = trainer.QarlPPOTrainer.options(scheduling_strategy=here)
-    ppo_trainer_async.PPOTrainerAsync = trainer.QarlPPOTrainerAsync.options(scheduling_strategy=here)
+    ppo_trainer.PPOTrainer = ray.remote(trainer.QarlPPOTrainer).options(scheduling_strategy=here)
+    ppo_trainer_async.PPOTrainerAsync = ray.remote(trainer.QarlPPOTrainerAsync).options(scheduling_strategy=here)
     vllm_engine.RolloutRayActor = _EngineFactory(ray.remote(QarlRolloutActor), args)
-    train_ppo_ray.PolicyModelActor = policy.QarlPolicyActor
-    train_ppo_ray.ReferenceModelActor = model_workers.ReferenceModelActor
-    train_ppo_ray.RewardModelActor = model_workers.RewardModelActor
-    train_ppo_ray.CriticModelActor = model_workers.CriticModelActor
+    on_gpu = ray.remote(num_gpus=1)
+    train_ppo_ray.PolicyModelActor = on_gpu(policy.QarlPolicyActor)
+    train_ppo_ray.ReferenceModelActor = on_gpu(model_workers.ReferenceModelActor)
+    train_ppo_ray.RewardModelActor = on_gpu(model_workers.RewardModelActor)
+    train_ppo_ray.CriticModelActor = on_gpu(model_workers.CriticModelActor)
     train_ppo_ray.get_strategy = make_strategy
     train_ppo_ray.placement_group = placement_group
     return train_ppo_ray.train
@@ -42,5 +43,6 @@ class _EngineFactory:
             qarl_scheme=self.args.quant.scheme,
             qarl_device=self.args.device,
             qarl_stop=self.args.rollout.stop,
+            qarl_allow_truncated_sampling=self.args.rollout.allow_truncated_sampling,
             **kwargs,
         )

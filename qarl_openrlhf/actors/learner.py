@@ -34,6 +34,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         if self.args.objective.name:
             self.actor_loss_fn = ObjectiveLoss(build_objective(self.args.objective.name, **self.args.objective.hyperparameters))
         self.version = 0
+        self.publish_metrics: dict = {}
         self.changed_codes = ChangedCodes()
         self.publisher = self.probe = None
         if self.vllm_engines:
@@ -48,7 +49,9 @@ class QarlActorTrainer(ActorPPOTrainer):
                     timeout_s=sync.timeout_s,
                     verify=sync.verify,
                 )
-            self.probe = LogprobProbe(self.tokenizer, tolerance=sync.probe_tol, timeout_s=sync.timeout_s)
+            self.probe = LogprobProbe(
+                self.tokenizer, max_tokens=self.args.data.max_len - 1, tolerance=sync.probe_tol, timeout_s=sync.timeout_s
+            )
 
     def _init_vllm_sync_group(self, backend: str) -> None:
         """OpenRLHF's broadcast group is not used: the publisher makes its own."""
@@ -153,7 +156,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         gather = deepspeed.zero.GatheredParameters if self.args.ds.zero_stage == 3 else None
         return published_tensors(self.actor.network, self.actor.scheme, gather=gather)
 
-    def broadcast_to_vllm(self) -> dict:
+    def broadcast_to_vllm(self) -> None:
         """Publish the current weights to every engine, verify, probe. Errors name engine and tensor."""
         started = time.perf_counter()
         self.version += 1
@@ -172,4 +175,4 @@ class QarlActorTrainer(ActorPPOTrainer):
             metrics |= self.probe.run(self.actor, self.vllm_engines, self.version, is_sender=self.publisher is not None)
         dist.barrier()
         metrics["timing/publish"] = time.perf_counter() - started
-        return metrics if self.strategy.is_rank_0() else {}
+        self.publish_metrics = metrics if self.strategy.is_rank_0() else {}

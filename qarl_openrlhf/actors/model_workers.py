@@ -1,6 +1,9 @@
-"""Reference, reward and critic actors: OpenRLHF's own, in a worker that has our patches (see ``qarl_openrlhf.actors``)."""
+"""Reference, reward and critic actors: OpenRLHF's own, in a worker that has our patches.
 
-import ray
+All our actor classes stay plain at module level and are wrapped by ``ray.remote`` in ``install``: only then does Ray pickle
+them by reference, so that the worker imports this package, which applies the patches.
+"""
+
 from openrlhf.trainer.ray import launcher, ppo_critic
 
 
@@ -9,16 +12,13 @@ def plain_class(actor_class) -> type:
     return actor_class.__ray_metadata__.modified_class
 
 
-@ray.remote(num_gpus=1)
 class ReferenceModelActor(plain_class(launcher.ReferenceModelActor)):
     pass
 
 
-@ray.remote(num_gpus=1)
 class RewardModelActor(plain_class(launcher.RewardModelActor)):
     pass
 
 
-@ray.remote(num_gpus=1)
 class CriticModelActor(plain_class(ppo_critic.CriticModelActor)):
     pass

@@ -2,7 +2,6 @@
 
 import os
 
-import ray
 import torch
 from openrlhf.trainer.ray import ppo_actor
 
@@ -16,7 +15,6 @@ from qarl_openrlhf.runtime import available_cpus
 ppo_actor.ActorPPOTrainer = QarlActorTrainer
 
 
-@ray.remote(num_gpus=1)
 class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
     """``PolicyModelActor`` with a ``QuantActor`` and our trainer step."""
 
@@ -26,9 +24,9 @@ class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", available_cpus())))
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
 
-    def broadcast_to_vllm(self) -> dict:
-        """Publish to all engines; returns the ``sync/*`` metrics (rank 0; other ranks return an empty dict)."""
-        return self.trainer.broadcast_to_vllm()
+    def publish_metrics(self) -> dict:
+        """``sync/*`` and ``timing/publish`` of the last publish (rank 0; other ranks have none)."""
+        return self.trainer.publish_metrics
 
     def save_model(self) -> None:
         """The BF16 model as OpenRLHF saves it and, for a quantized policy, the compressed-tensors export beside it."""

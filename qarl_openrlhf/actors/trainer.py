@@ -43,8 +43,8 @@ class ReportingTrainer:
         self.started = False
 
     def broadcast_to_vllm(self) -> None:
-        self.sync_metrics = {}
-        super().broadcast_to_vllm()
+        super().broadcast_to_vllm()  # OpenRLHF drops what the actors return
+        self.sync_metrics = ray.get(self.actor_model_group.async_run_method(method_name="publish_metrics"))[0]
 
     def train_step(self, rollout_samples, global_step: int):
         started = time.perf_counter()
@@ -71,7 +71,6 @@ class ReportingTrainer:
         super().save_logs_and_checkpoints(global_step, logs | ({"generated_samples": sample} if sample else {}), client_states)
 
 
-@ray.remote
 class QarlPPOTrainer(ReportingTrainer, plain_class(ppo_trainer.PPOTrainer)):
     """OpenRLHF's synchronous trainer; engines start with dummy weights, so the first publish precedes the first rollout."""
 
@@ -80,22 +79,18 @@ class QarlPPOTrainer(ReportingTrainer, plain_class(ppo_trainer.PPOTrainer)):
         super().fit(global_step)
 
 
-@ray.remote
 class QarlTrainingActor(ReportingTrainer, plain_class(ppo_trainer_async.TrainingActor)):
     overlapping = True
 
 
-@ray.remote
 class QarlGenerateSamplesActor(plain_class(ppo_trainer_async.GenerateSamplesActor)):
     pass
 
 
-@ray.remote(num_cpus=0)
 class QarlVLLMLock(plain_class(ppo_trainer_async.VLLMLock)):
     pass
 
 
-@ray.remote
 class QarlPPOTrainerAsync(plain_class(ppo_trainer_async.PPOTrainerAsync)):
     """OpenRLHF's asynchronous trainer, publishing before the generator starts."""
 
@@ -104,9 +99,9 @@ class QarlPPOTrainerAsync(plain_class(ppo_trainer_async.PPOTrainerAsync)):
         super().fit()
 
 
-ppo_trainer_async.VLLMLock = QarlVLLMLock
-ppo_trainer_async.TrainingActor = QarlTrainingActor
-ppo_trainer_async.GenerateSamplesActor = QarlGenerateSamplesActor
+ppo_trainer_async.VLLMLock = ray.remote(num_cpus=0)(QarlVLLMLock)
+ppo_trainer_async.TrainingActor = ray.remote(QarlTrainingActor)
+ppo_trainer_async.GenerateSamplesActor = ray.remote(QarlGenerateSamplesActor)
 
 
 def mixed_group_fraction(samples: list, group: int) -> float:

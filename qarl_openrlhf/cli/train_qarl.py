@@ -60,7 +60,6 @@ def run(args, resources, environment: dict[str, str]) -> None:
     runtime.start_ray(args.device, resources, environment, log_to_driver=getattr(args.ray, "log_to_driver"))
     from qarl_openrlhf.actors.install import install
     from qarl_openrlhf.metrics.progress import follow
-    from qarl_openrlhf.report.summary import write_report
 
     train = install(args)
     stop = threading.Event()
@@ -71,6 +70,8 @@ def run(args, resources, environment: dict[str, str]) -> None:
     finally:
         stop.set()
         watcher.join(timeout=5)
+    from qarl_openrlhf.report.summary import write_report
+
     write_report([args.metrics.dir], args.metrics.dir)
 
 

@@ -22,11 +22,12 @@ class LogprobProbe:
     """Compares prompt log-probs of a fixed text, at temperature 1, between the learner's quantized forward and each engine.
 
     Args:
+        max_tokens: what the engine takes as a prompt (its context less one token).
         tolerance: largest mean |delta logp| a token, in nats, that still counts as the same weights.
     """
 
-    def __init__(self, tokenizer, *, tolerance: float, timeout_s: float):
-        self.ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    def __init__(self, tokenizer, *, max_tokens: int, tolerance: float, timeout_s: float):
+        self.ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:max_tokens]
         self.tolerance = tolerance
         self.timeout_s = timeout_s
 
