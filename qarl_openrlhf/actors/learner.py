@@ -15,9 +15,12 @@ from qarl_openrlhf.actors.loss import ObjectiveLoss
 from qarl_openrlhf.metrics import error_tokens, mismatch
 from qarl_openrlhf.metrics.accumulate import Sums
 from qarl_openrlhf.metrics.changed_codes import ChangedCodes
-from qarl_openrlhf.objectives import build_objective
+from qarl_openrlhf.objectives import band_warning, build_objective, metrics_from_sums
 from qarl_openrlhf.quant.convert import published_tensors
 from qarl_openrlhf.sync.probe import LogprobProbe
+
+
+IN_BAND = ("objective/in_band_frac", "objective/in_band_frac_pos", "objective/in_band_frac_neg")
 
 
 class QarlActorTrainer(ActorPPOTrainer):
@@ -84,7 +87,8 @@ class QarlActorTrainer(ActorPPOTrainer):
                 self._collect(sums, status, epoch_update=update if epoch == 0 else None)
         train_s = time.perf_counter() - started
 
-        metrics = sums.reduce()
+        total = sums.over_ranks()
+        metrics = total.metrics() | self._objective_metrics(total)
         metrics["timing/old_logprobs"] = old_log_probs_s
         metrics["timing/train"] = train_s
         metrics["policy/updates"] = float(self.actor.model.global_steps)
@@ -145,9 +149,18 @@ class QarlActorTrainer(ActorPPOTrainer):
         if isinstance(self.actor_loss_fn, ObjectiveLoss):
             sums.merge_ratios(self.actor_loss_fn.sums)
             if epoch_update is not None:
-                in_band = self.actor_loss_fn.sums.get("objective/in_band_frac")
-                if in_band is not None:
-                    sums.add(f"objective/in_band_frac_by_update/{epoch_update}", *in_band)
+                for name in IN_BAND:
+                    sums.add(f"{name}_by_update/{epoch_update}", *self.actor_loss_fn.sums[name])
+
+    def _objective_metrics(self, total: Sums) -> dict:
+        """What is not a plain quotient of sums (the effective sample size), and a warning when few responses are in band."""
+        if not isinstance(self.actor_loss_fn, ObjectiveLoss):
+            return {}
+        sums = {
+            name: tuple(torch.tensor(x, dtype=torch.float32) for x in total.ratios[name]) for name in self.actor_loss_fn.sums
+        }
+        metrics = {name: float(value) for name, value in metrics_from_sums(sums).items()}
+        return metrics | {"objective/warning": band_warning(sums)}
 
     # ---- publishing ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ import torch
 class ObjectiveLoss:
     """Calls the objective and keeps its sums (numerator, denominator) of the last micro-batch in ``.sums``.
 
-    Returns what OpenRLHF's training step unpacks: (loss, clip fraction, KL(old, current), KL(engine, old), 0).
+    Returns what OpenRLHF's training step unpacks: (loss, clip fraction, KL(old, current), and
+    None twice: the mismatch to the engine is measured once for the whole rollout, not here).
     """
 
     def __init__(self, objective):
@@ -20,4 +21,4 @@ class ObjectiveLoss:
         self.sums = result.sums
         zero = torch.zeros((), device=log_probs.device)
         clipped = 1 - result.metrics["objective/in_band_frac"] if "objective/in_band_frac" in result.metrics else zero
-        return result.loss, clipped, result.metrics.get("objective/ppo_kl", zero), zero, zero
+        return result.loss, clipped, result.metrics.get("objective/ppo_kl", zero), None, None

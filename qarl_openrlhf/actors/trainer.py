@@ -64,6 +64,9 @@ class ReportingTrainer:
         if generation:
             logs["rollout/tok_per_s"] = logs["rollout/tokens"] / generation
         sample = logs.pop("generated_samples", None)
+        warning = logs.pop("objective/warning", None)
+        if warning:
+            self.metrics_writer.note(f"step {global_step}: {warning}")
         update = logs.pop("timing/update_total", 0.0)
         if not self.overlapping:
             logs["timing/step_total"] = logs.get("timing/generation", 0.0) + update

@@ -127,3 +127,27 @@ def w4a8_operand(packed: Tensor, scales: Tensor):
     out, channels = _w4a8_operand(packed, scales)
     _launch_w4a8(packed, scales, out, channels, True)
     return out, channels
+
+
+@triton.jit
+def _w4a8_channel_kernel(scales, channels, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    _, channel = engine_scales(widen(tl.load(scales + row * GROUPS + index, mask=index < GROUPS, other=0.0)))
+    tl.store(channels + row, channel)
+
+
+def _channel_output(scales: Tensor) -> Tensor:
+    return torch.empty((*scales.shape[:-1], 1), dtype=torch.float32, device=scales.device)
+
+
+@op("w4a8_channel(Tensor scales) -> Tensor", _channel_output)
+def w4a8_channel(scales: Tensor) -> Tensor:
+    """The float32 channel scales ``[..., N, 1]`` that go with :func:`w4a8_operand`, from group scales ``[..., N, K/128]``."""
+    channels = _channel_output(scales)
+    if channels.numel():
+        groups = scales.shape[-1]
+        _w4a8_channel_kernel[(channels.numel(),)](
+            scales.contiguous(), channels, groups, triton.next_power_of_2(groups), num_warps=1
+        )
+    return channels

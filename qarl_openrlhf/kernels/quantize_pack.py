@@ -15,21 +15,24 @@ from torch import Tensor
 from qarl_openrlhf.kernels.library import op
 from qarl_openrlhf.kernels.rounding import MAGIC, absmax, narrow, quotient, to_e4m3, weight_scale, widen
 
+SHIFT = tl.constexpr(MAGIC.value + 8.0)
+SHIFT_WORD = tl.constexpr(sum(0x4B400000 << 4 * j for j in range(8)) % 2**32)
 MAX_ROW = 32768  # longest row held in registers
 
 
 @triton.jit
-def round_int4(q):
-    """Codes in [-8, 7] as float32, of quotients q."""
-    return (tl.minimum(tl.maximum(q, -8.0), 7.0) + MAGIC) - MAGIC
+def shifted_int4(q):
+    """Quotients to codes: the low 4 bits of the float32 result hold code + 8, and subtracting SHIFT gives the code."""
+    return tl.minimum(tl.maximum(q, -8.0), 7.0) + SHIFT
 
 
 @triton.jit
-def store_int4(code, at, mask, A: tl.constexpr, B: tl.constexpr):
-    """Pack codes [A, B] (float32) 8 to an int32, lowest nibble = lowest column, and store them [A, B/8]."""
-    # The low 4 bits of this sum are code + 8; multiplying by 16^j moves them to nibble j.
-    bits = tl.reshape((code + (MAGIC + 8.0)).to(tl.int32, bitcast=True) & 15, A, B // 8, 8)
-    tl.store(at, tl.sum(bits << (4 * tl.arange(0, 8))[None, None, :], 2), mask=mask)
+def store_int4(shifted, at, mask, A: tl.constexpr, B: tl.constexpr):
+    """Pack [A, B] codes 8 to an int32, lowest nibble = lowest column, and store [A, B/8]."""
+    bits = tl.reshape(shifted.to(tl.uint32, bitcast=True), A, B // 8, 8)
+    # The sum also adds the bits of SHIFT at each of the 8 places, a constant: cheaper to take off once than to mask.
+    words = tl.sum(bits << (4 * tl.arange(0, 8))[None, None, :].to(tl.uint32), 2) - SHIFT_WORD
+    tl.store(at, words.to(tl.int32, bitcast=True), mask=mask)
 
 
 @triton.jit
@@ -42,10 +45,10 @@ def _int4_kernel(w, packed, scales, copy, groups, G: tl.constexpr, TILE: tl.cons
     tl.store(scales + group, narrow(scale), mask=inside)
     scale = scale[:, None]
     packed_at = packed + group[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
-    code = round_int4(quotient(x, scale))
-    store_int4(code, packed_at, inside[:, None], TILE, G)
+    shifted = shifted_int4(quotient(x, scale))
+    store_int4(shifted, packed_at, inside[:, None], TILE, G)
     if COPY:
-        tl.store(copy + at, narrow(code * scale), mask=inside[:, None])
+        tl.store(copy + at, narrow((shifted - SHIFT) * scale), mask=inside[:, None])
 
 
 @triton.jit
@@ -101,11 +104,11 @@ def _w4a8_kernel(
     tl.store(scales + group, stored, mask=inside)
     packed_at = packed + group[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
     stored = widen(stored)
-    code = round_int4(quotient(x, stored[:, None]))
-    store_int4(code, packed_at, inside[:, None], BLOCK, G)
+    shifted = shifted_int4(quotient(x, stored[:, None]))
+    store_int4(shifted, packed_at, inside[:, None], BLOCK, G)
     if COPY:
         fine, channel = engine_scales(tl.where(inside, stored, 0.0))
-        _, operand = to_e4m3(code * fine[:, None])
+        _, operand = to_e4m3((shifted - SHIFT) * fine[:, None])
         tl.store(copy + at, narrow(operand * channel), mask=inside[:, None])
 
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 
 class Sums:
-    """Accumulates (numerator, denominator) pairs, extremes and samples; ``reduce`` adds the ranks and divides once."""
+    """Accumulates (numerator, denominator) pairs, extremes and samples; adds the ranks, divides once."""
 
     def __init__(self):
         self.ratios: dict[str, list[float]] = {}
@@ -45,20 +45,26 @@ class Sums:
         for name, (values, quantiles) in statistics.get("samples", {}).items():
             self.sample(name, values, quantiles)
 
-    def reduce(self) -> dict[str, float]:
-        """Means, extremes and quantiles over all ranks. A mean over nothing is left out."""
-        mine = (self.ratios, self.maxima, self.minima, {name: torch.cat(parts) for name, parts in self.samples.items()})
-        ranks = [mine]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, mine)
+    def over_ranks(self) -> "Sums":
+        """The same, added over all ranks of the process group (every rank must call it)."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self
+        mine = {"ratios": self.ratios, "maxima": self.maxima, "minima": self.minima}
+        mine["samples"] = {name: (torch.cat(parts), {}) for name, parts in self.samples.items()}
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
         total = Sums()
-        for ratios, maxima, minima, _ in ranks:
-            total.merge({"ratios": ratios, "maxima": maxima, "minima": minima})
-        metrics = {name: n / d for name, (n, d) in total.ratios.items() if d}
-        metrics |= total.maxima | total.minima
+        for rank in ranks:
+            total.merge(rank)
+        total.quantiles, total.last = self.quantiles, self.last
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """Means, extremes, quantiles and last values. A mean over nothing is left out."""
+        metrics = {name: n / d for name, (n, d) in self.ratios.items() if d}
+        metrics |= self.maxima | self.minima
         for metric, (name, q) in self.quantiles.items():
-            values = torch.cat([samples[name] for *_, samples in ranks if name in samples])
+            values = torch.cat(self.samples.get(name, [torch.empty(0)]))
             if values.numel():
                 metrics[metric] = float(_quantile(values, q))
         return metrics | self.last

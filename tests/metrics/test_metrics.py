@@ -22,7 +22,7 @@ def reduced(*parts):
     sums = Sums()
     for part in parts:
         sums.merge(mismatch.statistics(*part))
-    return sums.reduce()
+    return sums.metrics()
 
 
 def test_mismatch_equals_its_definition():
@@ -90,7 +90,7 @@ def test_error_token_rates_by_sign():
     experience.rollout_log_probs[1, :7] = -10.0
     sums = Sums()
     sums.merge(error_tokens.statistics(experience))
-    metrics = sums.reduce()
+    metrics = sums.metrics()
     assert metrics["error_token/low_prob_rate"] == 0.25
     assert metrics["error_token/low_prob_rate_pos"] == 0 and metrics["error_token/low_prob_rate_neg"] == 0.5
 

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+
 def weight_of(kind, d, cap=2.0, statistic="geometric", low=0.0, high=None):
     """The mismatch weights of one response, [L] for 'token', a number for the rest. d: [L]."""
     if kind == "none":
