@@ -1,0 +1,1 @@
+"""The rollout engine: vLLM running the learner's low-bit weights."""

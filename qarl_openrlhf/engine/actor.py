@@ -1,0 +1,259 @@
+"""OpenRLHF's rollout actor with low-bit weights that are published to it, proven, and only then sampled from."""
+
+from qarl_openrlhf import patches
+
+patches.apply()
+
+import asyncio  # noqa: E402
+import pickle  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Awaitable  # noqa: E402
+from copy import deepcopy  # noqa: E402
+
+import ray  # noqa: E402
+import torch  # noqa: E402
+from openrlhf.trainer.ray.vllm_engine import RolloutRayActor  # noqa: E402
+from torch import Tensor  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest  # noqa: E402
+
+from qarl_openrlhf.engine import plugin  # noqa: E402
+from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
+from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # noqa: E402
+from qarl_openrlhf.quant import QuantScheme  # noqa: E402
+from qarl_openrlhf.runtime import resolve_device  # noqa: E402
+from qarl_openrlhf.sync.errors import SyncError  # noqa: E402
+
+
+class QarlRolloutActor(RolloutRayActor.__ray_metadata__.modified_class):
+    """``RolloutRayActor`` that starts with dummy weights and refuses to generate until a publish has completed.
+
+    Args, besides OpenRLHF's (which include all of ``AsyncEngineArgs``):
+        qarl_scheme: scheme string, e.g. "w4a16:g64"; a ":rollout" suffix means nothing to an engine.
+        qarl_device: "cpu", "cuda" or "auto".
+        qarl_stop: stop strings added to every request; the matched string stays part of the response.
+        qarl_allow_truncated_sampling: accept top_p < 1 and top_k > 0, whose distribution the learner does not compute.
+    """
+
+    async def __init__(
+        self,
+        *args,
+        qarl_scheme: str = "bf16",
+        qarl_device: str = "auto",
+        qarl_stop: list[str] | None = None,
+        qarl_allow_truncated_sampling: bool = False,
+        **kwargs,
+    ):
+        plugin.register()
+        self.name = "engine"
+        self.weights = WeightState()
+        self.timeout_s = 120.0
+        self.stop = list(qarl_stop or [])
+        self.allow_truncated_sampling = qarl_allow_truncated_sampling
+        self.ranks = kwargs.get("tensor_parallel_size", 1)
+        self.on_cpu = resolve_device(qarl_device) == "cpu"
+        overrides = engine_overrides(
+            QuantScheme.parse(qarl_scheme),
+            model=kwargs["model"],
+            device="cpu" if self.on_cpu else "cuda",
+            tensor_parallel_size=self.ranks,
+        )
+        await super().__init__(*args, **{"num_gpus": 0, **kwargs, **overrides})
+
+    def _configure_device_env(self, backend, bundle_indices, num_gpus):
+        if not self.on_cpu:  # a CPU engine has no device to choose, though Ray may count logical GPUs
+            super()._configure_device_env(backend, bundle_indices, num_gpus)
+
+    # ---- sampling -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        """Sample one response; the vLLM ``RequestOutput`` also carries ``weight_version``, the version it began under.
+
+        EngineNotReady unless the weights are READY. A request that arrives during an update of a live engine waits for its
+        end; one in flight is frozen and goes on under the new weights, or is aborted, with EngineNotReady, if it fails.
+        """
+        await self.weights.wait_ready(self.name, self.timeout_s)
+        version = self.weights.version
+        output = await super().generate(prompt_token_ids, self._prepared(sampling_params), multi_modal_data)
+        if output is None or output.outputs[0].finish_reason == "abort":
+            raise EngineNotReady(f"{self.name} aborted a request: weights are {self.weights.state.value} ({self.weights.reason})")
+        output.weight_version = version
+        return output
+
+    async def generate_responses(
+        self, prompt: str, label: str, sampling_params, max_length: int, hf_tokenizer, num_samples: int = 1, images=None
+    ):
+        """``num_samples`` responses of the executor to one prompt; each is stamped with the oldest ``weight_version`` used."""
+        await self.weights.wait_ready(self.name, self.timeout_s)
+        # The executor looks at these before it calls generate().
+        sampling_params = self._prepared(sampling_params)
+
+        async def sample() -> dict:
+            engine = _VersionRecorder(self)
+            response = await self.executor.execute(
+                prompt=prompt,
+                label=label,
+                sampling_params=deepcopy(sampling_params),
+                max_length=max_length,
+                hf_tokenizer=hf_tokenizer,
+                llm_engine=engine,
+                images=images,
+            )
+            if isinstance(response, dict) and engine.versions:
+                response["weight_version"] = min(engine.versions)
+            return response
+
+        return await asyncio.gather(*[sample() for _ in range(num_samples)])
+
+    def _prepared(self, params: SamplingParams) -> SamplingParams:
+        """A copy that always asks for the sampled token's log-prob and never distorts the distribution behind it."""
+        if (params.top_p < 1 or params.top_k > 0) and not self.allow_truncated_sampling:
+            raise ValueError(
+                f"top_p {params.top_p} / top_k {params.top_k} sample from a truncated distribution whose log-probs the learner "
+                "does not compute: use top_p 1.0 and top_k -1"
+            )
+        params = deepcopy(params)
+        params.logprobs = 0  # the sampled token's, nothing else
+        params.min_tokens = 0  # min_tokens 1 would mask the EOS at the first position, which the learner does not
+        if self.stop:
+            params.stop = self.stop
+            params.include_stop_str_in_output = True
+            params.detokenize = True
+        return params
+
+    async def probe_logprobs(self, token_ids: list[list[int]]) -> list[list[float]]:
+        """log p(ids[t+1] | ids[:t+1]) at temperature 1 for each list of ids; len(ids) - 1 numbers each."""
+        await self.weights.wait_ready(self.name, self.timeout_s)
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+        async def probe(ids: list[int]) -> list[float]:
+            output = await super(QarlRolloutActor, self).generate(ids, params)
+            return [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+
+        return await asyncio.gather(*[probe(ids) for ids in token_ids])
+
+    # ---- weight updates -----------------------------------------------------------------------------------------------
+
+    async def weights_state(self) -> dict:
+        """{state, version, reason, ranks}: ranks is the number of worker processes that join a transport group."""
+        return {**self.weights.to_dict(), "ranks": self.ranks}
+
+    async def init_weight_sync(self, info: dict) -> None:
+        """Join the learner's transport group; blocks until all have joined.
+
+        info: name (of this engine, for messages), group (``GroupInfo`` as a dict), rank_offset, verify, timeout_s.
+        """
+        self.name, self.timeout_s = info["name"], info["timeout_s"]
+        init = {k: info[k] for k in ("group", "rank_offset", "verify")}
+        request = WeightTransferInitRequest({**init, "address": ray.util.get_node_ip_address()})
+        await self._step(self.llm.init_weight_transfer_engine(request))
+
+    async def begin_update(self, version: int) -> None:
+        """Freeze requests in flight, drop the KV and prefix caches, start vLLM's weight update."""
+        self.weights.begin(version)
+        await self._step(self._begin())
+
+    async def _begin(self) -> None:
+        # "keep" preempts what runs: its KV cache is computed anew, with the new weights, when it goes on.
+        await self.llm.pause_generation(mode="keep", clear_cache=True)
+        await self.llm.start_weight_update()
+
+    async def receive_bucket(self, bucket: dict) -> None:
+        """Receive, prove and load one bucket (``Bucket`` as a dict)."""
+        await self._step(self.llm.update_weights(WeightTransferUpdateRequest({"bucket": bucket})))
+
+    async def finish_update(self, version: int, names: list[str]) -> list[dict]:
+        """Prove the model complete and go READY. names: all tensors the learner sent. Returns each rank's receipt."""
+        receipts = await self._step(self.llm.finish_weight_update(weight_version=str(version)))
+        for receipt in receipts:
+            if receipt["tensors"] != len(names):
+                await self._fail(f"rank {receipt['rank']} got {receipt['tensors']} of {len(names)} tensors")
+        await self._step(self.llm.resume_generation())
+        self.weights.complete(version)
+        return [{"engine": self.name, **receipt} for receipt in receipts]
+
+    async def abort_update(self, reason: str) -> None:
+        """Give the update up: FAILED at once, then clean up as far as the engine still answers."""
+        self.weights.fail(reason)
+        await self._clean_up()
+
+    async def _step(self, call: Awaitable) -> list[dict]:
+        """Await one step of vLLM's life cycle and every rank's status after it; SyncError and FAILED if any went wrong."""
+        try:
+            await self._alive(call)
+            status = await self._alive(self.llm.collective_rpc("qarl_status"))
+        except Exception as error:
+            await self._fail(f"{type(error).__name__}: {error}")
+        broken = [s for s in status if s["error"]]
+        if broken:
+            await self._fail("; ".join(f"rank {s['rank']}: {s['error']}" for s in broken))
+        return status
+
+    async def _fail(self, reason: str) -> None:
+        self.weights.fail(reason)
+        await self._clean_up()
+        raise SyncError(f"{self.name}: {reason}")
+
+    async def _clean_up(self) -> None:
+        """Close vLLM's update session and abort what is in flight; a worker that still waits for a peer delays only this."""
+        try:
+            await asyncio.wait_for(self._close_session(), timeout=5.0)
+        except Exception as error:
+            print(f"{self.name}: clean-up after a failed weight update: {type(error).__name__}: {error}", flush=True)
+
+    async def _close_session(self) -> None:
+        await self._alive(self.llm.collective_rpc("qarl_abort"))
+        await self._alive(self.llm.pause_generation(mode="abort", clear_cache=True))
+        await self._alive(self.llm.resume_generation())
+
+    async def _alive(self, call: Awaitable):
+        """Await a call to the engine core, but no longer than it lives: vLLM never answers calls of a core that died."""
+        task = asyncio.ensure_future(call)
+        deadline = time.monotonic() + self.timeout_s
+        while not task.done():
+            await asyncio.wait({task}, timeout=0.25)
+            if task.done():
+                break
+            if self.llm.errored:
+                task.cancel()
+                raise RuntimeError("the engine's worker process died")
+            if time.monotonic() > deadline:
+                task.cancel()
+                raise TimeoutError(f"no answer from the engine's workers for {self.timeout_s:g} s")
+        return task.result()
+
+    # ---- reading back -------------------------------------------------------------------------------------------------
+
+    async def read_tensors(self, names: list[str] | None = None) -> dict[str, Tensor]:
+        """{checkpoint name: tensor} out of the engine's own parameters, un-fused and put together from all ranks."""
+        return self._assemble(await self.llm.collective_rpc("qarl_read_tensors", args=(names,)))
+
+    async def effective_weights(self, names: list[str] | None = None) -> dict[str, Tensor]:
+        """{layer name: [N, K] in the model's dtype}: what the engine's products multiply by, of quantized layers."""
+        return self._assemble(await self.llm.collective_rpc("qarl_effective_weights", args=(names,)))
+
+    @staticmethod
+    def _assemble(ranks: list[bytes]) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for blob in ranks:
+            for name, (shape, part, piece) in pickle.loads(blob).items():
+                if name not in tensors:
+                    tensors[name] = torch.zeros(shape, dtype=piece.dtype)
+                part.of(tensors[name]).copy_(piece)
+        return tensors
+
+
+class _VersionRecorder:
+    """What an executor gets as its engine: the actor, remembering the weight versions its requests ran under."""
+
+    def __init__(self, actor: QarlRolloutActor):
+        self.actor = actor
+        self.versions: list[int] = []
+
+    async def generate(self, *args, **kwargs):
+        output = await self.actor.generate(*args, **kwargs)
+        self.versions.append(output.weight_version)
+        return output
+
+    def __getattr__(self, name):
+        return getattr(self.actor, name)

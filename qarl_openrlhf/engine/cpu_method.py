@@ -1,0 +1,186 @@
+"""vLLM's quantization method "qarl" for CPU engines: the learner's tensors, layout and arithmetic inside vLLM.
+
+vLLM's own CPU layers repack their weights (and free the originals) after loading, so that weights cannot be replaced in
+place; its unquantized lm_head even keeps computing with the packed copy of the *old* weight. These methods keep every
+parameter under its checkpoint name and in its checkpoint layout. What a product reads, the operand, is derived once per
+finished update, and products go through :mod:`qarl_openrlhf.kernels.dispatch`, the functions the learner calls.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.parameter import (
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PackedvLLMParameter,
+)
+
+from qarl_openrlhf.engine.layout import ShardShapeParameter
+from qarl_openrlhf.kernels import dispatch, product
+from qarl_openrlhf.quant import PackedWeight, QuantScheme
+
+METHOD = "qarl"
+
+
+class QarlConfig(QuantizationConfig):
+    """Quantization config ``{"quant_method": "qarl", "scheme": "w4a16:g64"}``, injected through ``hf_overrides``.
+
+    Decoder linear layers get the scheme; router gates, lm_head and embeddings stay unquantized. With scheme bf16 nothing
+    is quantized, but every weight can be replaced in place.
+    """
+
+    def __init__(self, scheme: QuantScheme):
+        super().__init__()
+        self.scheme = scheme
+
+    @classmethod
+    def from_config(cls, config: dict) -> "QarlConfig":
+        return cls(QuantScheme.parse(config["scheme"]))
+
+    @classmethod
+    def get_name(cls) -> str:
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    def get_quant_method(self, layer: nn.Module, prefix: str):
+        if isinstance(layer, RoutedExperts):
+            raise NotImplementedError(f"{prefix}: mixture-of-experts models have no CPU engine method yet")
+        if isinstance(layer, LinearBase):
+            # The learner's rule (quant.convert): decoder layers, without router gates.
+            last = prefix.rsplit(".", 1)[-1]
+            quantized = self.scheme.quantized and ".layers." in prefix and last not in ("gate", "shared_expert_gate")
+            return QarlLinearMethod(self.scheme, prefix) if quantized else PlainLinearMethod()
+        if isinstance(layer, VocabParallelEmbedding):
+            return PlainEmbeddingMethod()
+        return None
+
+
+@register_weight_loader_v2_supported_method
+class PlainLinearMethod(LinearMethodBase):
+    """Unquantized ``weight`` [N, K], replaceable in place."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes,
+    ) -> None:
+        weight = torch.zeros(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
+        loader = attributes["weight_loader"]
+        layer.register_parameter("weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader))
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.qarl_operand = product.operand(layer.weight.data, layer.weight.dtype)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return dispatch.linear(x, layer.qarl_operand, bias)
+
+
+class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Embedding and lm_head (possibly one shared weight) without vLLM's packed copy, which an update would leave stale."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.qarl_operand = None  # made at the first product: most embeddings never see one
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if layer.qarl_operand is None:
+            layer.qarl_operand = product.operand(layer.weight.data, layer.weight.dtype)
+        return dispatch.linear(x, layer.qarl_operand, bias)
+
+    def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
+        return F.embedding(input_, layer.weight)
+
+
+@register_weight_loader_v2_supported_method
+class QarlLinearMethod(LinearMethodBase):
+    """w4a16 and w8a8: parameters as :class:`PackedWeight` names them, forward as the learner's."""
+
+    def __init__(self, scheme: QuantScheme, prefix: str):
+        self.scheme = scheme
+        self.prefix = prefix
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes,
+    ) -> None:
+        self.scheme.check_layer(self.prefix, output_size, input_size, tp=layer.tp_size)
+        loader = attributes["weight_loader"]
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        both = {"input_dim": 1, "output_dim": 0, "weight_loader": loader}
+        if self.scheme.weight_format == "int4":
+            packed = torch.zeros(n, k // 8, dtype=torch.int32)
+            scale = torch.zeros(n, k // self.scheme.group_size, dtype=params_dtype)
+            shape = ShardShapeParameter(len(output_partition_sizes))
+            shape.weight_loader = ShardShapeParameter.load
+            layer.register_parameter("weight_packed", PackedvLLMParameter(data=packed, packed_dim=1, packed_factor=8, **both))
+            layer.register_parameter("weight_scale", GroupQuantScaleParameter(data=scale, **both))
+            layer.register_parameter("weight_shape", shape)
+        else:
+            weight = torch.zeros(n, k, dtype=torch.int8)
+            scale = torch.zeros(n, 1, dtype=params_dtype)
+            layer.register_parameter("weight", ModelWeightParameter(data=weight, **both))
+            layer.register_parameter(
+                "weight_scale", ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=loader)
+            )
+
+    def packed(self, layer: nn.Module) -> PackedWeight:
+        """This rank's (fused) weight [N, K], sharing the engine's memory."""
+        codes = layer.weight_packed if self.scheme.weight_format == "int4" else layer.weight
+        factor = 8 if self.scheme.weight_format == "int4" else 1
+        field = "weight_packed" if self.scheme.weight_format == "int4" else "weight"
+        shape = (codes.shape[0], codes.shape[1] * factor)
+        return PackedWeight(self.scheme, shape, layer.weight_scale.data, **{field: codes.data})
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.qarl_packed = self.packed(layer)
+        layer.qarl_operand = dispatch.weight_operand(layer.qarl_packed, layer.weight_scale.dtype)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return dispatch.quantized_linear(x, layer.qarl_packed, layer.qarl_operand, bias, self.scheme)
+
+    def effective_weight(self, layer: nn.Module) -> Tensor:
+        """[N, K] in the model's dtype: the weight that the operand, which the products read, stands for."""
+        operand, dtype = layer.qarl_operand, layer.weight_scale.dtype
+        if self.scheme.activation_format == "bf16":
+            return operand.to(dtype)
+        return (operand.float() * layer.weight_scale.float()).to(dtype)
+
+
+def refresh(model: nn.Module) -> None:
+    """Derive every layer's operand from its parameters: once, after an update is complete."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, (PlainLinearMethod, PlainEmbeddingMethod, QarlLinearMethod)):
+            method.process_weights_after_loading(module)
+
+
+def is_in_place(model: nn.Module) -> bool:
+    """Whether all of the model's weights can be replaced where they lie (it runs the method "qarl")."""
+    methods = [m.quant_method for m in model.modules() if isinstance(m, LinearBase)]
+    return all(isinstance(method, (PlainLinearMethod, QarlLinearMethod)) for method in methods)

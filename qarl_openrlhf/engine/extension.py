@@ -1,0 +1,49 @@
+"""Methods added to vLLM's worker (``worker_extension_cls``), called through ``collective_rpc`` on every rank."""
+
+import pickle
+
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+
+from qarl_openrlhf.engine import layout, plugin
+from qarl_openrlhf.engine.cpu_method import QarlLinearMethod
+
+# vLLM imports this module before it loads the model, in every worker: the backend is known even where the package is on the
+# path but not installed, i.e. has no entry point.
+plugin.register()
+
+
+class QarlWorkerExtension:
+    """Mixed into the worker class; ``self`` is the worker."""
+
+    def qarl_status(self) -> dict:
+        """Receipt of the current weight update, see ``QarlWeightTransfer.status``."""
+        return self.weight_transfer_engine.status()
+
+    def qarl_abort(self) -> None:
+        """End the current weight update, whatever state it is in, so that a later one can start."""
+        self.weight_transfer_engine.abort()
+        self._weight_update_active = False
+
+    def qarl_read_tensors(self, names: list[str] | None) -> bytes:
+        """Pickled {checkpoint name: (full shape, Part, tensor of this rank's part)}; names None: all."""
+        slots = layout.slots(self.model_runner.get_model())
+        chosen = slots if names is None else {name: slots[name] for name in names}
+        return pickle.dumps({name: (slot.shape, slot.part, slot.read().clone()) for name, slot in chosen.items()})
+
+    def qarl_effective_weights(self, names: list[str] | None) -> bytes:
+        """Pickled {layer name: (full shape, Part, part [n, k] in the model's dtype)} of quantized layers, un-fused."""
+        model = self.model_runner.get_model()
+        packed_modules = getattr(model, "packed_modules_mapping", {})
+        found = {}
+        for path, module in model.named_modules():
+            if not isinstance(module, LinearBase) or not isinstance(module.quant_method, QarlLinearMethod):
+                continue
+            weight = module.quant_method.effective_weight(module)
+            for p in layout.projections(path, module, packed_modules):
+                if names is not None and p.name not in names:
+                    continue
+                part, shape = layout.Part(0, p.offset, p.rows), (p.total, module.input_size)
+                if isinstance(module, RowParallelLinear):
+                    part = layout.Part(1, module.tp_rank * weight.shape[1], weight.shape[1])
+                found[p.name] = (shape, part, weight[p.start : p.start + p.rows].clone())
+        return pickle.dumps(found)

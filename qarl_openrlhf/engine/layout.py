@@ -1,0 +1,151 @@
+"""Where each checkpoint tensor lives inside a vLLM model: names, fused rows and the part this tensor-parallel rank holds.
+
+vLLM fuses q/k/v and gate/up into one parameter and splits parameters over ranks; the checkpoint (and the learner) know
+neither. The slots below say, for every checkpoint tensor, its full shape and dtype and which rows of which parameter hold
+which part of it. They are derived from the layers, not from vLLM's weight loaders, so that reading back through them also
+checks the loaders.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a full tensor: ``size`` entries from ``offset`` along ``dim``; dim None means all of it."""
+
+    dim: int | None = None
+    offset: int = 0
+    size: int = 0
+
+    def of(self, full: Tensor) -> Tensor:
+        return full if self.dim is None else full.narrow(self.dim, self.offset, self.size)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One checkpoint tensor in this rank's model: rows ``start : start + rows`` of ``parameter`` hold ``part`` of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: nn.Parameter
+    start: int
+    rows: int
+    part: Part
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+    def read(self) -> Tensor:
+        """This rank's part of the tensor, as a view of the engine's memory."""
+        rows = self.parameter.data[self.start : self.start + self.rows]
+        return rows[0] if isinstance(self.parameter, ShardShapeParameter) else rows
+
+
+class ShardShapeParameter(nn.Parameter):
+    """``weight_shape`` of a (fused) int4 layer: int64 [fused projections, 2], one row a projection.
+
+    compressed-tensors stores one ``weight_shape`` a projection; vLLM's own method keeps only the last one loaded, so it
+    could not be read back.
+    """
+
+    def __new__(cls, projections: int):
+        return super().__new__(cls, torch.zeros(projections, 2, dtype=torch.int64), requires_grad=False)
+
+    def __init__(self, projections: int):
+        pass
+
+    def load(self, loaded: Tensor, shard_id: int | str = 0) -> None:
+        self.data[{"q": 0, "k": 1, "v": 2}.get(shard_id, shard_id)].copy_(loaded)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One projection of a (fused) linear layer on this rank.
+
+    Rows ``start : start + rows`` of the fused weight are output features ``offset : offset + rows`` of ``total``.
+    """
+
+    name: str
+    start: int
+    rows: int
+    offset: int
+    total: int
+
+
+def projections(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> list[Projection]:
+    """The checkpoint's projections inside a vLLM linear layer, in fused order.
+
+    packed: the model's ``packed_modules_mapping``, e.g. {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
+    """
+    parent, _, last = path.rpartition(".")
+    names = [f"{parent}.{name}".lstrip(".") for name in packed.get(last, [last])]
+    rank, tp = layer.tp_rank, layer.tp_size
+    if isinstance(layer, QKVParallelLinear):
+        kv_rank = rank // layer.num_kv_head_replicas  # ranks beyond the number of kv heads hold copies
+        pieces = [
+            (layer.num_heads * layer.head_size, rank, layer.total_num_heads * layer.head_size),
+            (layer.num_kv_heads * layer.head_size, kv_rank, layer.total_num_kv_heads * layer.head_size),
+            (layer.num_kv_heads * layer.v_head_size, kv_rank, layer.total_num_kv_heads * layer.v_head_size),
+        ]
+    elif isinstance(layer, RowParallelLinear):
+        pieces = [(layer.output_size, 0, layer.output_size)]
+    else:
+        pieces = [(rows, rank, rows * tp) for rows in layer.output_partition_sizes]
+    if len(pieces) != len(names):
+        raise NotImplementedError(f"{path}: {len(pieces)} fused parts, but the checkpoint names are {names}")
+    result, start = [], 0
+    for name, (rows, index, total) in zip(names, pieces, strict=True):
+        result.append(Projection(name, start, rows, index * rows, total))
+        start += rows
+    return result
+
+
+def slots(model: nn.Module) -> dict[str, Slot]:
+    """Every checkpoint tensor the model must be given, by name; tied weights once, under the embedding's name."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    result: dict[str, Slot] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            for slot in _slots_of(path, name, module, parameter, packed):
+                result[slot.name] = slot
+    return result
+
+
+def _slots_of(path: str, name: str, module: nn.Module, parameter: nn.Parameter, packed: dict) -> Iterator[Slot]:
+    if isinstance(module, LinearBase):
+        for index, p in enumerate(projections(path, module, packed)):
+            checkpoint_name = f"{p.name}.{name}"
+            if isinstance(parameter, ShardShapeParameter):
+                yield Slot(checkpoint_name, (2,), parameter, index, 1, Part())
+            elif isinstance(module, RowParallelLinear):
+                yield _row_parallel(checkpoint_name, module, parameter)
+            else:
+                part = Part() if p.rows == p.total else Part(0, p.offset, p.rows)
+                yield Slot(checkpoint_name, (p.total, *parameter.shape[1:]), parameter, p.start, p.rows, part)
+    elif isinstance(module, VocabParallelEmbedding):
+        indices = module.shard_indices  # rows beyond them are padding of the vocabulary
+        rows = indices.num_org_elements
+        part = Part(0, indices.org_vocab_start_index, rows)
+        yield Slot(f"{path}.{name}", (module.org_vocab_size, *parameter.shape[1:]), parameter, 0, rows, part)
+    else:
+        yield Slot(f"{path}.{name}", tuple(parameter.shape), parameter, 0, parameter.shape[0], Part())
+
+
+def _row_parallel(name: str, layer: RowParallelLinear, parameter: nn.Parameter) -> Slot:
+    """Split along the input features, if the parameter has any (a bias and per-channel scales are on every rank)."""
+    rows, shape, part = parameter.shape[0], tuple(parameter.shape), Part()
+    if getattr(parameter, "input_dim", None) is not None and layer.tp_size > 1:
+        size = shape[1]
+        shape, part = (rows, size * layer.tp_size), Part(1, layer.tp_rank * size, size)
+    return Slot(name, shape, parameter, 0, rows, part)

@@ -1,0 +1,107 @@
+"""What travels: flat byte buckets, each with a manifest that says what is in it."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from qarl_openrlhf.sync.checksum import as_bytes, checksum
+from qarl_openrlhf.sync.errors import ManifestError
+
+ALIGNMENT = 16  # every tensor starts at a multiple, so that a slice of the bucket can be viewed as any dtype
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a bucket: checkpoint name, dtype ('bfloat16'), shape, place in the bucket, checksum of its bytes.
+
+    checksum is None where verification is off.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    checksum: int | None
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This tensor as a view into the bucket's bytes (uint8 [bucket.nbytes])."""
+        raw = flat[self.offset : self.offset + self.nbytes]
+        return raw.view(getattr(torch, self.dtype)).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Manifest of one flat buffer of ``nbytes`` bytes: bucket ``index`` of update ``version``."""
+
+    version: int
+    index: int
+    nbytes: int
+    entries: tuple[TensorEntry, ...]
+
+    def to_dict(self) -> dict:
+        """Plain lists, strings and integers, for any RPC encoding."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, d: dict) -> "Bucket":
+        entries = tuple(TensorEntry(**{**e, "shape": tuple(e["shape"])}) for e in d["entries"])
+        return cls(d["version"], d["index"], d["nbytes"], entries)
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in self.entries]
+
+    def unpack(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views into ``flat`` by checkpoint name, each proven to be what the sender packed.
+
+        ManifestError naming the first tensor whose checksum differs. Nothing is applied by this function.
+        """
+        tensors = {}
+        for entry in self.entries:
+            tensor = entry.view(flat)
+            if entry.checksum is not None and (got := checksum(tensor)) != entry.checksum:
+                raise ManifestError(
+                    f"tensor {entry.name} arrived with checksum {got:016x}, sent with {entry.checksum:016x} "
+                    f"(bucket {self.index} of version {self.version})"
+                )
+            tensors[entry.name] = tensor
+        return tensors
+
+
+def pack_buckets(
+    named_tensors: Iterable[tuple[str, Tensor]], *, version: int, bucket_bytes: int, with_checksums: bool
+) -> Iterator[tuple[Bucket, Tensor]]:
+    """Group (checkpoint name, tensor) pairs into flat buffers of about ``bucket_bytes``, in order.
+
+    Yields (manifest, uint8 [nbytes]) as soon as a bucket is full, so packing one can overlap with sending the one before.
+    A tensor larger than a bucket travels alone. ManifestError if a name comes twice.
+    """
+    seen: set[str] = set()
+    pending: list[tuple[str, Tensor, int]] = []
+    size = index = 0
+    for name, tensor in named_tensors:
+        if name in seen:
+            raise ManifestError(f"tensor {name} is published twice in version {version}")
+        seen.add(name)
+        if pending and size + tensor.nbytes > bucket_bytes:
+            yield _pack(pending, size, version, index, with_checksums)
+            pending, size, index = [], 0, index + 1
+        pending.append((name, tensor, size))
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    if pending:
+        yield _pack(pending, size, version, index, with_checksums)
+
+
+def _pack(pending: list[tuple[str, Tensor, int]], size: int, version: int, index: int, with_checksums: bool):
+    flat = torch.zeros(size, dtype=torch.uint8, device=pending[0][1].device)
+    entries = []
+    for name, tensor, offset in pending:
+        place = flat[offset : offset + tensor.nbytes]
+        place.copy_(as_bytes(tensor))
+        digest = checksum(place) if with_checksums else None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor.nbytes, digest))
+    return Bucket(version, index, size, tuple(entries)), flat

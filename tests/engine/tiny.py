@@ -1,0 +1,125 @@
+"""Tiny random models, learner and engine side by side."""
+
+import os
+from dataclasses import dataclass
+
+import psutil
+import ray
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from qarl_openrlhf.quant import QuantScheme
+from qarl_openrlhf.quant.convert import convert_model, published_tensors
+from qarl_openrlhf.quant.linear import quantized_forward
+
+VOCAB = 300  # not a multiple of 64: vLLM pads it
+
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+    initializer_range=0.1,
+    bos_token_id=None,
+    eos_token_id=1,
+    pad_token_id=2,
+)
+CLASSES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),  # attention biases
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": False}),  # q/k norms
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that any text can be sampled."""
+    specials = ["<unk>", "<eos>", "<pad>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(specials + alphabet)}
+    tok = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+@dataclass
+class Learner:
+    """A converted model in memory and the directory its BF16 checkpoint lies in."""
+
+    model: torch.nn.Module
+    scheme: QuantScheme
+    directory: str
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(published_tensors(self.model, self.scheme))
+
+    def log_probs(self, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+        """float32 [len(ids) - 1] of the quantized forward."""
+        row = torch.tensor([ids])
+        with torch.no_grad(), quantized_forward(self.model):
+            logits = self.model(row).logits[0, :-1].float() / temperature
+        return torch.log_softmax(logits, -1).gather(-1, row[0, 1:, None])[:, 0]
+
+
+def make_learner(kind: str, scheme: str, directory, *, dtype=torch.float32, seed: int = 0, **shape) -> Learner:
+    """A random model of ``kind``, saved to ``directory``, every parameter (norms and biases, too) away from its default."""
+    torch.manual_seed(seed)
+    model_class, config_class, extra = CLASSES[kind]
+    model = model_class(config_class(**(SHAPE | extra | shape)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            # BF16 values in any dtype: a float32 engine then has exactly the tensors of a BF16 one.
+            parameter.copy_(parameter.to(torch.bfloat16))
+    model = model.to(dtype).eval()
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    parsed = QuantScheme.parse(scheme)
+    convert_model(model, parsed)
+    return Learner(model, parsed, str(directory))
+
+
+def start_engine(learner: Learner, *, tp: int = 1, **kwargs):
+    """Actor handle of an engine for the learner's model and scheme; starting up takes seconds, use ``ready``."""
+    from qarl_openrlhf.engine.actor import QarlRolloutActor
+
+    actor = ray.remote(QarlRolloutActor).options(num_cpus=0, max_concurrency=64)
+    dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[learner.model.dtype]
+    return actor.remote(
+        model=learner.directory,
+        qarl_scheme=str(learner.scheme),
+        qarl_device="cpu",
+        tensor_parallel_size=tp,
+        **{"dtype": dtype, "max_model_len": 400, "max_num_seqs": 16, "seed": 0, "num_gpus": 0, **kwargs},
+    )
+
+
+def ready(*engines) -> None:
+    """Wait until the engines have started."""
+    ray.get([engine.weights_state.remote() for engine in engines], timeout=240)
+
+
+def probe(engine, ids: list[int]) -> torch.Tensor:
+    return torch.tensor(ray.get(engine.probe_logprobs.remote([ids]), timeout=60)[0])
+
+
+def process_id(engine) -> int:
+    """Of the process that runs the engine's model (vLLM's EngineCore), a child of the actor's process."""
+    actor = ray.get(engine.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+    [core] = [p for p in psutil.Process(actor).children(recursive=True) if "EngineCore" in p.name() + " ".join(p.cmdline())]
+    return core.pid
+

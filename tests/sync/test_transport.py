@@ -1,0 +1,88 @@
+"""The gloo group between threads of this process: bytes arrive, a lost peer is an error, a new group replaces a broken one."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from qarl_openrlhf.sync import transport
+
+HOST = "127.0.0.1"
+
+
+def receivers(sender: transport.Sender, count: int, receive) -> list[threading.Thread]:
+    """Threads that join as ranks 1..count and call receive(rank, group)."""
+
+    def run(rank):
+        receive(rank, transport.join(sender.info, rank, HOST))
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(1, count + 1)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def finished(work, timeout_s: float) -> bool:
+    until = time.monotonic() + timeout_s
+    while not work.is_completed() and time.monotonic() < until:
+        time.sleep(0.005)
+    return work.is_completed()
+
+
+def test_bytes_arrive_at_every_rank_and_groups_use_different_ports():
+    flat = torch.randint(0, 255, (1_000_003,), dtype=torch.uint8)
+    ports = set()
+    for _ in range(2):
+        sender = transport.Sender(HOST, 3, 20)
+        got = {}
+
+        def receive(rank, group):
+            got[rank] = torch.zeros_like(flat)
+            transport.receive(group, got[rank])
+
+        threads = receivers(sender, 2, receive)
+        sender.connect().result(20)
+        work = sender.broadcast(flat)
+        assert finished(work, 20)
+        work.wait()
+        for thread in threads:
+            thread.join(20)
+        assert all(torch.equal(got[rank], flat) for rank in (1, 2))
+        ports.add(sender.info.port)
+        sender.close()
+    assert len(ports) == 2
+
+
+def test_a_peer_that_leaves_ends_the_send_with_an_error():
+    sender = transport.Sender(HOST, 2, 20)
+    threads = receivers(sender, 1, lambda rank, group: None)  # joins, then drops its group
+    sender.connect().result(20)
+    for thread in threads:
+        thread.join(20)
+    started = time.monotonic()
+    work = sender.broadcast(torch.zeros(50_000_000, dtype=torch.uint8))
+    assert finished(work, 10)
+    with pytest.raises(RuntimeError):
+        work.wait()
+    assert time.monotonic() - started < 10
+
+
+def test_a_silent_peer_blocks_neither_the_sender_nor_its_close():
+    sender = transport.Sender(HOST, 2, 3)
+    release = threading.Event()
+    receivers(sender, 1, lambda rank, group: release.wait(30))
+    sender.connect().result(20)
+    started = time.monotonic()
+    work = sender.broadcast(torch.zeros(50_000_000, dtype=torch.uint8))
+    sender.close()
+    assert time.monotonic() - started < 1
+    assert finished(work, 10)  # gloo's own time-out
+    release.set()
+
+
+def test_a_group_that_never_completes_fails_after_its_time_out():
+    sender = transport.Sender(HOST, 2, 1)
+    joined = sender.connect()
+    with pytest.raises(Exception, match="(?i)time"):
+        joined.result(20)
