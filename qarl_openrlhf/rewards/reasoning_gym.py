@@ -1,0 +1,70 @@
+"""Reward for prompt sets of `qarl_openrlhf.data.reasoning_gym`: `--reward.remote_url qarl_openrlhf/rewards/reasoning_gym.py`.
+
+The answer is the text inside the last <answer>...</answer> if the response has one, else its first line. The task's own scorer
+judges it, and only its full mark counts: most scorers give part marks to any text that contains the right answer, and a
+policy soon learns to list all numbers. "9 apples" for "9" is therefore 0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
+# OpenRLHF decodes with special tokens: an end-of-turn token is no part of the answer.
+END_TOKENS = re.compile(r"(?:<\|[^<>|]*\|>|</s>|\s)+\Z")
+
+
+@lru_cache(maxsize=None)
+def scorer(task: str):
+    """The reasoning-gym data set whose `score_answer(answer, entry)` judges `task`."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, seed=0, size=1)
+
+
+def response_of(query: str, prompt: str) -> str:
+    """The response inside `query` (prompt and response, decoded together).
+
+    A prompt that OpenRLHF cut from the left (longer than the context) is found by its longest end.
+    """
+    for start in range(len(prompt)):
+        if query.startswith(prompt[start:]):
+            return query[len(prompt) - start :]
+    raise ValueError(f"the prompt is not in the decoded text: prompt {prompt[-80:]!r}, text {query[:80]!r}")
+
+
+def answer_of(response: str) -> str:
+    """What the scorer gets to see of a response."""
+    tagged = ANSWER.findall(response)
+    if tagged:
+        return tagged[-1].strip()
+    return END_TOKENS.sub("", response.split("\n", 1)[0]).strip()
+
+
+def score(query: str, prompt: str, label: str) -> tuple[float, float]:
+    """(reward, the scorer's mark). ValueError for a label that `qarl_openrlhf.data.reasoning_gym` did not write."""
+    try:
+        entry = json.loads(label)
+        task = entry["task"]
+    except (json.JSONDecodeError, TypeError, KeyError):
+        raise ValueError(
+            f"label {str(label)[:80]!r} is not of qarl_openrlhf.data.reasoning_gym; was --data.label_key label given?"
+        ) from None
+    answer = answer_of(response_of(query, prompt))
+    try:
+        mark = float(scorer(task).score_answer(answer or None, entry))
+    except Exception:  # some scorers parse the answer without a guard: what they cannot parse is not solved
+        mark = 0.0
+    return (1.0 if mark >= 1.0 else 0.0), mark
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:
+    """OpenRLHF's interface: it calls with lists of one and reads `rewards`, `scores` (both floats in [0, 1], what dynamic
+    filtering compares) and `extra_logs` (numbers that it averages into the logs). Longer lists give lists."""
+    results = [score(*row) for row in zip(queries, prompts, labels, strict=True)]
+    rewards, marks = [r for r, _ in results], [m for _, m in results]
+    if len(results) == 1:
+        return {"rewards": rewards[0], "scores": rewards[0], "extra_logs": {"scorer_mark": marks[0]}}
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {"scorer_mark": marks}}
