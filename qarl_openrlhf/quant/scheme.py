@@ -107,7 +107,10 @@ class QuantScheme:
         problem = self._layer_problem(layer_name, out_features, in_features, tp)
         if problem is None:
             return
-        fits = lambda scheme, size: scheme._layer_problem(layer_name, out_features, in_features, size) is None  # noqa: E731
+
+        def fits(scheme: QuantScheme, size: int) -> bool:
+            return scheme._layer_problem(layer_name, out_features, in_features, size) is None
+
         works = [f"{self.name}:g{g}" for g in GROUP_SIZES.get(self.name, ()) if fits(QuantScheme(self.name, g), tp)]
         sizes = [str(size) for size in _TP_SIZES if fits(self, size)]
         hints = []
