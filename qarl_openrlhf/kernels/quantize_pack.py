@@ -82,7 +82,7 @@ def engine_scales(scale):
     Returns its e4m3 group scales as float32 [GROUPS], and the float32 channel scale. Divisions round correctly: group
     scales have 24-bit quotients here, for which the reciprocal would move ties.
     """
-    channel = tl.maximum(tl.div_rn(absmax(scale, 0), 448.0), 1.0 / (448.0 * 512.0))
+    channel = tl.maximum(tl.div_rn(absmax(scale, 0), 448.0), 1.0 / (448.0 * 512.0), propagate_nan=tl.PropagateNan.ALL)
     _, group = to_e4m3(tl.div_rn(scale, channel + tl.zeros_like(scale)))
     _, group = to_e4m3(group * 0.125)
     return group, channel * 8.0

@@ -31,7 +31,7 @@ def absmax(x, axis: tl.constexpr):
     """Largest magnitude along an axis; a NaN anywhere makes it NaN."""
     if NATIVE:
         return tl.reduce(tl.abs(x), axis, _larger)
-    return tl.max(tl.abs(x), axis)
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)  # orders NaN last, too
 
 
 @triton.jit

@@ -1,0 +1,62 @@
+"""quantize_pack and dequantize: bytes moved over time, as a share of the copy bandwidth of the same run."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from qarl_openrlhf.bench.shapes import MODELS
+from qarl_openrlhf.bench.timing import copy_gb_s, times_us
+from qarl_openrlhf.kernels import dequantize, quantize_pack
+
+# bytes a weight: read, codes, scales, and the copy
+_FORMATS: dict[str, tuple[float, Callable]] = {
+    "int4 g128": (0.5 + 2 / 128, lambda w, copy: quantize_pack.quantize_int4(w, 128, copy)),
+    "int4 g32": (0.5 + 2 / 32, lambda w, copy: quantize_pack.quantize_int4(w, 32, copy)),
+    "w4a8": (0.5 + 2 / 128, lambda w, copy: quantize_pack.quantize_w4a8(w, copy)),
+    "int8": (1.0, lambda w, copy: quantize_pack.quantize_row8(w, False, copy)),
+    "fp8": (1.0, lambda w, copy: quantize_pack.quantize_row8(w, True, copy)),
+}
+
+
+def run(models: list[str]) -> Iterator[dict]:
+    """One row a (shape, format, with or without copy), then all linears of the 8B in one go."""
+    copy_rate = copy_gb_s()
+    yield {"what": "copy bandwidth", "gb_s": copy_rate}
+    for model in models:
+        for linear in MODELS[model]:
+            w = torch.randn(linear.n, linear.k, device="cuda", dtype=torch.bfloat16) * 0.02
+            jobs, moved = {}, {}
+            for name, (out, quantize) in _FORMATS.items():
+                for copy in (False, True):
+                    key = f"{name}{' + copy' if copy else ''}"
+                    jobs[key] = lambda quantize=quantize, copy=copy: quantize(w, copy)
+                    moved[key] = w.numel() * (2 + out + 2 * copy)
+            packed, scales, _ = quantize_pack.quantize_int4(w, 128, False)
+            jobs["dequantize int4"] = lambda: dequantize.dequantize_int4(packed, scales)
+            moved["dequantize int4"] = w.numel() * (2.5 + 2 / 128)
+            fp8, fp8_scales, _ = quantize_pack.quantize_row8(w, True, False)
+            jobs["dequantize fp8"] = lambda: dequantize.dequantize_row8(fp8, fp8_scales)
+            moved["dequantize fp8"] = w.numel() * 3.0
+            jobs["operand w4a8"] = lambda: dequantize.w4a8_operand(packed, scales)
+            moved["operand w4a8"] = w.numel() * (1.5 + 2 / 128)
+            for key, us in times_us(jobs).items():
+                rate = moved[key] / us / 1e3
+                yield {
+                    "what": key, "model": model, "layer": linear.layer, "n": linear.n, "k": linear.k, "us": us,
+                    "gb_s": rate, "of_copy": rate / copy_rate,
+                }  # fmt: skip
+    yield from _whole_model("Qwen3-8B")
+
+
+def _whole_model(model: str) -> Iterator[dict]:
+    """Every linear of a model once, launched as a training step does (no CUDA graph), outputs kept."""
+    weights = [
+        torch.randn(linear.n, linear.k, device="cuda", dtype=torch.bfloat16)
+        for linear in MODELS[model]
+        for _ in range(linear.count)
+    ]
+    for name in ("int4 g128", "fp8", "int8", "w4a8"):
+        quantize = _FORMATS[name][1]
+        for copy in (False, True):
+            us = times_us({"all": lambda: [quantize(w, copy) for w in weights]}, repeats=5, graph=False)["all"]
+            yield {"what": f"all linears, {name}{' + copy' if copy else ''}", "model": model, "ms": us / 1e3}

@@ -1,0 +1,76 @@
+"""Choose a kernel's block sizes once for each family of shapes, and remember the choice on disk.
+
+A family is everything that changes the best choice (dtypes, N, K) and M rounded up to a power of two, so that ragged
+batches neither tune nor compile again in mid-training. The file is ``autotune-<card>-triton<version>.json`` in
+``Tuner.directory``; deleting it is safe. Candidates that a card cannot hold (shared memory) are passed over.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from qarl_openrlhf.kernels.library import INTERPRETED
+
+
+@dataclass(frozen=True)
+class Config:
+    """Block sizes (what they mean is the kernel's business), warps a program, and pipeline stages."""
+
+    sizes: tuple[int, ...]
+    warps: int
+    stages: int
+
+
+def bucket(m: int, low: int = 16, high: int = 16384) -> int:
+    """M rounded up to a power of two in [low, high]."""
+    return min(max(triton.next_power_of_2(m), low), high)
+
+
+class Tuner:
+    """Remembered choices of one process, read from and written to disk."""
+
+    directory = Path(triton.knobs.cache.dir).parent / "qarl_openrlhf"
+    choices: dict[str, Config] = {}
+    path: Path | None = None
+
+    @classmethod
+    def load(cls) -> None:
+        card = torch.cuda.get_device_name().replace(" ", "-")
+        cls.path = cls.directory / f"autotune-{card}-triton{triton.__version__}.json"
+        if cls.path.exists():
+            stored = json.loads(cls.path.read_text())
+            cls.choices = {key: Config(tuple(c["sizes"]), c["warps"], c["stages"]) for key, c in stored.items()}
+
+    @classmethod
+    def save(cls) -> None:
+        """Replace the file in one step, so that ranks tuning side by side never leave a broken one."""
+        cls.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cls.path.parent, delete=False) as file:
+            json.dump({key: c.__dict__ for key, c in sorted(cls.choices.items())}, file, indent=1)
+        os.replace(file.name, cls.path)
+
+
+def tuned(kernel: str, family: tuple, candidates: list[Config], launch: Callable[[Config], None]) -> Config:
+    """The fastest candidate for this family; ``launch`` runs the kernel and must be repeatable."""
+    if INTERPRETED or len(candidates) == 1 or torch.cuda.is_current_stream_capturing():
+        return candidates[0]
+    if Tuner.path is None:
+        Tuner.load()
+    key = f"{kernel} {' '.join(str(part) for part in family)}"
+    if Tuner.choices.get(key) not in candidates:
+        Tuner.choices[key] = min(candidates, key=lambda config: _time(launch, config))
+        Tuner.save()
+    return Tuner.choices[key]
+
+
+def _time(launch: Callable[[Config], None], config: Config) -> float:
+    try:
+        return triton.testing.do_bench(lambda: launch(config), warmup=3, rep=15, return_mode="median")
+    except triton.runtime.errors.OutOfResources:
+        return float("inf")
