@@ -26,6 +26,10 @@ COMMON_ENVIRONMENT = {
 }
 
 
+# What a user sets in the shell of the driver and expects in every worker, also on a cluster that was started before.
+PASSED_ON = ("WANDB_", "HF_", "NCCL_", "VLLM_", "CUDA_LAUNCH_BLOCKING")
+
+
 class ResourceError(RuntimeError):
     """The cluster cannot give what the run needs. The message names the resource, the need and what is there."""
 
@@ -42,14 +46,14 @@ def resolve_device(requested: str) -> str:
 
 
 def set_environment(device: str, threads: int | None = None) -> dict[str, str]:
-    """Fill in what the user has not set and return all of it (also handed to Ray workers of an existing cluster)."""
+    """Fill in what the user has not set; returns that and ``PASSED_ON``, for the Ray workers of an existing cluster."""
     wanted = dict(COMMON_ENVIRONMENT)
     if device == "cpu":
         wanted |= CPU_ENVIRONMENT
         wanted["OMP_NUM_THREADS"] = str(threads or available_cpus())
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
-    return {name: os.environ[name] for name in wanted}
+    return {name: value for name, value in os.environ.items() if name in wanted or name.startswith(PASSED_ON)}
 
 
 def available_cpus() -> int:

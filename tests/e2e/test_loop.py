@@ -4,6 +4,7 @@ Six runs of two steps. With three arms and three ZeRO stages a full pairwise cov
 (bf16, 2), (rollout, 1) and (qarl with w8a8, 1).
 """
 
+import glob
 import math
 import os
 
@@ -27,10 +28,14 @@ RUNS = {
 }
 
 
+LOGGED = "llama-w4a16-tbpo-zero1-apart"  # also writes to wandb (offline) and tensorboard
+
+
 @pytest.fixture(scope="module", autouse=True)
-def ray_head():
+def ray_head(tmp_path_factory):
     import ray
 
+    os.environ.update(WANDB_MODE="offline", WANDB_DIR=str(tmp_path_factory.mktemp("wandb")))
     environment = runtime.set_environment("cpu")
     runtime.start_ray("cpu", runtime.ResourcePlan({"actor": 4}), environment, log_to_driver=False)
     yield
@@ -38,7 +43,7 @@ def ray_head():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_steps(name, tiny_model, flags):
+def test_two_steps(name, tiny_model, flags, tmp_path):
     run = RUNS[name]
     model = tiny_model(run["family"], hidden=128, tied=run.get("tied", False))
     wanted = flags(model, name) | {
@@ -51,6 +56,8 @@ def test_two_steps(name, tiny_model, flags):
     }
     if run["objective"]:
         wanted["objective.name"] = run["objective"]
+    if name == LOGGED:
+        wanted |= {"logger.wandb.key": "0" * 40, "logger.wandb.run_name": "tiny", "logger.tensorboard_dir": str(tmp_path / "tb")}
     train_qarl.main(argv(wanted))
 
     rows = writer.read(wanted["ckpt.output_dir"])
@@ -70,3 +77,18 @@ def test_two_steps(name, tiny_model, flags):
         assert rows[-1]["mismatch/abs_logp_mean"] < 0.05
     export = os.path.join(wanted["ckpt.output_dir"], "quantized-" + run["scheme"].removesuffix(":rollout").replace(":", "-"))
     assert os.path.exists(os.path.join(export, "config.json")) == quantized
+    for plot in ("reward.png", "mismatch.png", "step_time.png"):
+        assert os.path.getsize(os.path.join(wanted["ckpt.output_dir"], plot)) > 1000
+    if name == LOGGED:
+        check_loggers(tmp_path / "tb" / "tiny", rows[-1]["mismatch/abs_logp_mean"])
+
+
+def check_loggers(tensorboard, mismatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tensorboard))
+    events.Reload()
+    values = events.Scalars("train/mismatch/abs_logp_mean")
+    assert [event.step for event in values] == [1, 2] and values[-1].value == pytest.approx(mismatch, rel=1e-5)
+    runs = glob.glob(os.path.join(os.environ["WANDB_DIR"], "wandb", "offline-run-*", "run-*.wandb"))
+    assert len(runs) == 1 and os.path.getsize(runs[0]) > 1000
