@@ -1,0 +1,223 @@
+"""One function a picture; each takes {arm: runs}, returns a matplotlib figure, or None when no run measured it."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure  # no pyplot: no global state, no display
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from qarl_openrlhf.report.runs import Run, mean
+from qarl_openrlhf.report.table import PHASES, phase_seconds
+
+ARM_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+PHASE_COLORS = {
+    "generation": "#0072b2",
+    "old log-probs": "#56b4e9",
+    "training": "#d55e00",
+    "publish": "#009e73",
+    "other": "#bbbbbb",
+}
+Arms = dict[str, list[Run]]
+
+
+def _figure(panels: int, width: float = 5.4, height: float = 3.6) -> tuple[Figure, list]:
+    figure = Figure(figsize=(width * panels, height), dpi=130, layout="constrained")
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def _arm_series(runs: list[Run], name: str) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Steps, mean, minimum and maximum of a metric over the runs (seeds) of an arm, where any run has it."""
+    by_step: dict[int, list[float]] = {}
+    for run in runs:
+        for step, value in zip(*run.series(name)):
+            by_step.setdefault(step, []).append(value)
+    steps = sorted(by_step)
+    return steps, *([f(by_step[s]) for s in steps] for f in (mean, min, max))
+
+
+def _lines(axis, arms: Arms, name: str, *, style: str = "-", label: str = "{arm}") -> bool:
+    """One curve an arm; several seeds: their mean, and a band from the lowest to the highest."""
+    drawn = False
+    for index, (arm, runs) in enumerate(arms.items()):
+        steps, centre, low, high = _arm_series(runs, name)
+        if not steps:
+            continue
+        color = ARM_COLORS[index % len(ARM_COLORS)]
+        axis.plot(steps, centre, style, color=color, linewidth=1.8, marker="o", markersize=3, label=label.format(arm=arm))
+        if len(runs) > 1:
+            axis.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
+        drawn = True
+    axis.set_xlabel("step")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    return drawn
+
+
+def _legend(axis) -> None:
+    if len(axis.get_legend_handles_labels()[1]) > 1:
+        axis.legend(fontsize=8, framealpha=0.8, edgecolor="none")
+
+
+def _log_axis(axis) -> None:
+    """A log y axis labelled 0.05, 0.1, 0.2 rather than with powers of ten."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _any(arms: Arms, *names: str) -> bool:
+    return any(run.has(name) for runs in arms.values() for run in runs for name in names)
+
+
+def reward(arms: Arms) -> Figure | None:
+    """Mean reward of a step's rollouts."""
+    if not _any(arms, "rollout/reward_mean"):
+        return None
+    figure, (axis,) = _figure(1)
+    _lines(axis, arms, "rollout/reward_mean")
+    axis.set(title="Reward", ylabel="mean reward of the rollouts")
+    _legend(axis)
+    return figure
+
+
+def mismatch(arms: Arms) -> Figure | None:
+    """How far learner and sampler disagree about sampled tokens: mean |delta log p| (log scale), and the middle 98 % of the
+    token probability ratios."""
+    if not _any(arms, "mismatch/abs_logp_mean"):
+        return None
+    with_ratios = _any(arms, "mismatch/ratio_p01")
+    figure, axes = _figure(2 if with_ratios else 1)
+    _lines(axes[0], arms, "mismatch/abs_logp_mean")
+    values = [v for runs in arms.values() for run in runs for v in run.series("mismatch/abs_logp_mean")[1]]
+    if min(values) > 0:
+        _log_axis(axes[0])
+    axes[0].set(title="Learner against sampler, mean |Δ log p| a token", ylabel="nats")
+    _legend(axes[0])
+    if with_ratios:
+        for index, (arm, runs) in enumerate(arms.items()):
+            steps, low, _, _ = _arm_series(runs, "mismatch/ratio_p01")
+            above, high, _, _ = _arm_series(runs, "mismatch/ratio_p99")
+            if steps and steps == above:
+                color = ARM_COLORS[index % len(ARM_COLORS)]
+                axes[1].fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0, label=arm)
+                axes[1].plot(steps, low, color=color, linewidth=1)
+                axes[1].plot(steps, high, color=color, linewidth=1)
+        axes[1].axhline(1, color="#666666", linewidth=0.8)
+        _log_axis(axes[1])
+        axes[1].xaxis.get_major_locator().set_params(integer=True)
+        axes[1].set(title="Token ratios learner / sampler, 1st to 99th percentile", xlabel="step", ylabel="ratio")
+        _legend(axes[1])
+    return figure
+
+
+def mismatch_by_position(arms: Arms) -> Figure | None:
+    """Mean |delta log p| by position in the response, over the whole run."""
+    prefix = "mismatch/abs_logp_by_position/"
+    if not any(run.names(prefix) for runs in arms.values() for run in runs):
+        return None
+    figure, (axis,) = _figure(1)
+    for index, (arm, runs) in enumerate(arms.items()):
+        names = sorted({n for run in runs for n in run.names(prefix)}, key=lambda n: int(n.rsplit("/", 1)[1]))
+        values = {int(n.rsplit("/", 1)[1]): [v for run in runs for v in run.series(n)[1]] for n in names}
+        points = [(position, mean(v)) for position, v in values.items() if v]
+        if points:
+            axis.plot(*zip(*points), color=ARM_COLORS[index % len(ARM_COLORS)], marker="o", markersize=3, linewidth=1.8, label=arm)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set(title="Mismatch by position in the response", xlabel="up to token", ylabel="mean |Δ log p|, nats")
+    _legend(axis)
+    return figure
+
+
+def step_time(arms: Arms) -> Figure | None:
+    """Seconds by phase: of each step for one run, of the mean step (without the first) for several."""
+    runs = [(arm if len(group) == 1 else f"{arm} #{i}", run) for arm, group in arms.items() for i, run in enumerate(group, 1)]
+    if not _any(arms, "timing/step_total", *(name for _, name in PHASES)):
+        return None
+    figure, (axis,) = _figure(1, width=6.4)
+    if len(runs) == 1:
+        run = runs[0][1]
+        bars = [(row["step"], phase_seconds(Run(run.directory, [row]))) for row in run.rows]
+        axis.set(title="Step time by phase", xlabel="step", ylabel="seconds")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    else:
+        bars = [(index, phase_seconds(run)) for index, (_, run) in enumerate(runs)]
+        axis.set_xticks(range(len(runs)), [name for name, _ in runs])
+        axis.set(title="Mean step time by phase (first step left out)", ylabel="seconds")
+    positions, bottom = [p for p, _ in bars], [0.0] * len(bars)
+    for phase, color in PHASE_COLORS.items():
+        heights = [seconds.get(phase, 0.0) for _, seconds in bars]
+        if any(heights):
+            # A thin white edge keeps neighbouring phases apart.
+            axis.bar(positions, heights, bottom=bottom, color=color, label=phase, width=0.8, edgecolor="white", linewidth=0.5)
+            bottom = [b + h for b, h in zip(bottom, heights)]
+    figure.legend(*axis.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside right upper")
+    return figure
+
+
+def entropy(arms: Arms) -> Figure | None:
+    """Entropy of the policy: the learner's, or the estimate from sampled tokens where only that was measured."""
+    name = next((n for n in ("policy/entropy", "policy/entropy_sampled") if _any(arms, n)), None)
+    if name is None:
+        return None
+    figure, (axis,) = _figure(1)
+    _lines(axis, arms, name)
+    axis.set(title="Entropy" + (" (from sampled tokens)" if name.endswith("sampled") else ""), ylabel="nats a token")
+    _legend(axis)
+    return figure
+
+
+def error_tokens(arms: Arms) -> Figure | None:
+    """Share of very unlikely and of repeated tokens."""
+    if not _any(arms, "error_token/low_prob_rate", "error_token/repeat_rate"):
+        return None
+    figure, axes = _figure(2)
+    for axis, name, title in zip(axes, ("low_prob_rate", "repeat_rate"), ("Low-probability tokens", "Repeated tokens")):
+        _lines(axis, arms, f"error_token/{name}")
+        axis.set(title=title, ylabel="share of tokens")
+        _legend(axis)
+    return figure
+
+
+def in_band(arms: Arms) -> Figure | None:
+    """Share of responses whose update is not cut by the objective's band, by sign of the advantage."""
+    signs = (("objective/in_band_frac_pos", "A > 0", "-"), ("objective/in_band_frac_neg", "A < 0", "--"))
+    if not _any(arms, "objective/in_band_frac", *(name for name, _, _ in signs)):
+        return None
+    figure, (axis,) = _figure(1)
+    if _any(arms, *(name for name, _, _ in signs)):
+        for name, sign, style in signs:
+            _lines(axis, arms, name, style=style, label="{arm}, " + sign)
+    else:
+        _lines(axis, arms, "objective/in_band_frac")
+    axis.set_ylim(-0.02, 1.02)
+    axis.set(title="Responses inside the trust band", ylabel="share of responses")
+    _legend(axis)
+    return figure
+
+
+def changed_codes(arms: Arms) -> Figure | None:
+    """Share of the quantized weights' codes that changed from one publish to the next."""
+    if not _any(arms, "sync/changed_code_frac"):
+        return None
+    figure, (axis,) = _figure(1)
+    _lines(axis, arms, "sync/changed_code_frac")
+    axis.set(title="Codes changed by a publish", ylabel="share of codes")
+    _legend(axis)
+    return figure
+
+
+PLOTS = {
+    "reward": reward,
+    "mismatch": mismatch,
+    "mismatch_by_position": mismatch_by_position,
+    "step_time": step_time,
+    "in_band": in_band,
+    "changed_codes": changed_codes,
+    "entropy": entropy,
+    "error_tokens": error_tokens,
+}

@@ -1,0 +1,43 @@
+"""Table and pictures of one or more runs, written side by side."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.report import plots, table
+from qarl_openrlhf.report.runs import load_run
+
+
+@dataclass
+class Report:
+    """What `write_report` made: the table as text, the pictures, and notes on what was skipped and why."""
+
+    text: str
+    pictures: list[Path]
+    notes: list[str]
+
+
+def write_report(arms: dict[str, list[str | os.PathLike]], out: str | os.PathLike) -> Report:
+    """Reads the runs of each arm ({name: [run directory, ...]}) and writes NAME.png files and report.txt into `out`.
+
+    A picture whose metrics no run has is skipped with a note. Raises ReportError for a directory without metrics.
+    """
+    runs = {name: [load_run(directory) for directory in directories] for name, directories in arms.items()}
+    notes = [note for group in runs.values() for run in group for note in run.notes]
+    out = Path(out)
+    pictures = []
+    for name, draw in plots.PLOTS.items():
+        figure = draw(runs)
+        if figure is None:
+            notes.append(f"{name}.png skipped: no run has its metrics")
+            continue
+        with atomic_file(out / f"{name}.png") as part:
+            figure.savefig(part, format="png")
+        pictures.append(out / f"{name}.png")
+    text = table.table_text(runs)
+    with atomic_file(out / "report.txt") as part:
+        part.write_text(text, encoding="utf-8")
+    return Report(text, pictures, notes)

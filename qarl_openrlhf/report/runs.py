@@ -1,0 +1,70 @@
+"""Reading runs: a directory with metrics.jsonl, one JSON object a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class ReportError(ValueError):
+    """A directory without usable metrics."""
+
+
+@dataclass
+class Run:
+    """Steps of one run in order; a step written twice (after a resume) is the later one."""
+
+    directory: Path
+    rows: list[dict]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.rows]
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of one metric, without the steps that lack it."""
+        pairs = [(row["step"], row[name]) for row in self.rows if isinstance(row.get(name), (int, float))]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def has(self, name: str) -> bool:
+        return any(isinstance(row.get(name), (int, float)) for row in self.rows)
+
+    def names(self, prefix: str) -> list[str]:
+        """All metrics of the run whose name starts with `prefix`."""
+        return sorted({name for row in self.rows for name in row if name.startswith(prefix)})
+
+
+def load_run(directory: str | os.PathLike) -> Run:
+    """Reads `directory`/metrics.jsonl. Lines that a killed process left unfinished are skipped with a note; ReportError when
+    there is no file or no step in it."""
+    directory = Path(directory)
+    path = directory / "metrics.jsonl"
+    if not path.is_file():
+        raise ReportError(f"{path} does not exist: is {directory} a run directory (--metrics.dir)?")
+    rows: dict[int, dict] = {}
+    notes = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            rows[int(row["step"])] = row
+        except (ValueError, TypeError, KeyError):
+            notes.append(f"{path.name} of {directory.name}: line {number} is no step, skipped")
+    if not rows:
+        raise ReportError(f"{path} has no steps yet")
+    return Run(directory, [rows[step] for step in sorted(rows)], notes)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def standard_error(values: list[float]) -> float | None:
+    """Standard error of the mean of `values`; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    centre = mean(values)
+    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1) / len(values))

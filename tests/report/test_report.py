@@ -1,0 +1,127 @@
+"""Reports read real metrics.jsonl files and write real pictures."""
+
+import json
+import math
+
+import pytest
+
+from qarl_openrlhf.cli import report as cli
+from qarl_openrlhf.metrics.writer import MetricsWriter
+from qarl_openrlhf.report import ReportError, load_run, write_report
+from qarl_openrlhf.report.runs import standard_error
+from qarl_openrlhf.report.table import phase_seconds, reward_gain, table_text
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def write_run(directory, steps=12, start=0.2, slope=0.05, mismatch=0.05, extra=None):
+    writer = MetricsWriter(str(directory))
+    for step in range(1, steps + 1):
+        writer.write(
+            step,
+            {
+                "rollout/reward_mean": start + slope * (step - 1),
+                "mismatch/abs_logp_mean": mismatch,
+                "mismatch/kl": mismatch / 10,
+                "mismatch/ratio_p01": 0.8,
+                "mismatch/ratio_p99": 1.2,
+                "mismatch/abs_logp_by_position/1": mismatch,
+                "mismatch/abs_logp_by_position/2": mismatch * 2,
+                "objective/in_band_frac": 0.75,
+                "sync/changed_code_frac": 0.001,
+                "timing/generation": 10.0 if step == 1 else 3.0,
+                "timing/old_logprobs": 1.0,
+                "timing/train": 4.0,
+                "timing/publish": 0.5,
+                "timing/step_total": 20.0 if step == 1 else 9.0,
+                "policy/entropy_sampled": 1.5,
+                "error_token/low_prob_rate": 0.01,
+                "error_token/repeat_rate": 0.0,
+                "rollout/tok_per_s": 100.0,
+                **(extra or {}),
+            },
+        )
+    return directory
+
+
+def test_full_run_makes_every_picture_and_a_table(tmp_path):
+    report = write_report({"w4a16": [write_run(tmp_path / "run")]}, tmp_path / "out")
+    names = sorted(path.stem for path in report.pictures)
+    assert names == sorted(
+        ["reward", "mismatch", "mismatch_by_position", "step_time", "in_band", "changed_codes", "entropy", "error_tokens"]
+    )
+    assert all(path.read_bytes().startswith(PNG) for path in report.pictures)
+    assert report.notes == []
+    assert (tmp_path / "out" / "report.txt").read_text() == report.text
+    for text in ("0.300 ± 0.035", "0.650 ± 0.035", "+0.350, +7.0", "0.0500 / 0.0500", "75%", "0.100%"):
+        assert text in report.text, text
+
+
+def test_gain_is_in_standard_errors(tmp_path):
+    run = load_run(write_run(tmp_path, steps=10))
+    gain = reward_gain(run)
+    expected = math.sqrt(2) * standard_error([0.2, 0.25, 0.3, 0.35, 0.4])
+    assert gain["edge"] == 5 and gain["gain"] == pytest.approx(0.25) and gain["z"] == pytest.approx(0.25 / expected)
+    short = reward_gain(load_run(write_run(tmp_path / "short", steps=3)))
+    assert short["edge"] == 1 and short["first_se"] is None and short["z"] is None
+
+
+def test_phases_add_up_and_leave_the_first_step_out(tmp_path):
+    seconds = phase_seconds(load_run(write_run(tmp_path)))
+    assert seconds == pytest.approx(
+        {"generation": 3.0, "old log-probs": 1.0, "training": 4.0, "publish": 0.5, "other": 0.5, "step": 9.0}
+    )
+
+
+def test_missing_families_are_notes(tmp_path):
+    MetricsWriter(str(tmp_path)).write(1, {"rollout/reward_mean": 0.1})
+    report = write_report({"a": [tmp_path]}, tmp_path)
+    assert [path.name for path in report.pictures] == ["reward.png"]
+    assert any("step_time.png skipped" in note for note in report.notes)
+    assert "seconds" not in report.text and "in band" not in report.text
+
+
+def test_unfinished_line_and_repeated_steps(tmp_path):
+    write_run(tmp_path, steps=2)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 2, "rollout/reward_mean": 0.9}) + '\n{"step": 3, "rollo')
+    run = load_run(tmp_path)
+    assert run.steps == [1, 2] and run.series("rollout/reward_mean")[1][-1] == 0.9
+    assert len(run.notes) == 1 and "line 4" in run.notes[0]
+
+
+def test_no_metrics_is_an_error_naming_the_directory(tmp_path):
+    with pytest.raises(ReportError, match="metrics.jsonl does not exist"):
+        load_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ReportError, match="no steps"):
+        load_run(tmp_path)
+
+
+def test_null_metrics_are_gaps(tmp_path):
+    writer = MetricsWriter(str(tmp_path))
+    writer.write(1, {"mismatch/abs_logp_mean": float("nan"), "rollout/reward_mean": 0.5})
+    writer.write(2, {"mismatch/abs_logp_mean": 0.1, "rollout/reward_mean": 0.5})
+    assert load_run(tmp_path).series("mismatch/abs_logp_mean") == ([2], [0.1])
+    assert len(write_report({"a": [tmp_path]}, tmp_path / "out").pictures) == 2
+
+
+def test_arms_and_seeds_on_the_command_line(tmp_path, capsys):
+    a, b, c = (write_run(tmp_path / name / "run", mismatch=m) for name, m in (("a", 0.05), ("b", 0.06), ("c", 0.9)))
+    cli.main([f"w4a16={a}", f"w4a16={b}", f"w4a16:rollout={c}", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert "w4a16 #1" in printed and "w4a16 #2" in printed and "w4a16:rollout" in printed and "0.9000" in printed
+    assert (tmp_path / "out" / "mismatch.png").read_bytes().startswith(PNG)
+    assert list(cli.arms_of([str(a), str(c)])) == ["a/run", "c/run"]
+    assert list(cli.arms_of([str(a)])) == ["run"]
+
+
+def test_command_line_refuses_without_traceback(tmp_path):
+    with pytest.raises(SystemExit, match="report: .*does not exist"):
+        cli.main([str(tmp_path)])
+
+
+def test_table_has_a_column_an_arm(tmp_path):
+    runs = {name: [load_run(write_run(tmp_path / name, steps=4))] for name in ("bf16", "w4a16")}
+    header = table_text(runs).splitlines()[2]
+    assert "bf16" in header and "w4a16" in header
