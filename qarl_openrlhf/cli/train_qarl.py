@@ -59,8 +59,13 @@ def run(args, resources, environment: dict[str, str]) -> None:
     patches.apply()
     runtime.start_ray(args.device, resources, environment, log_to_driver=getattr(args.ray, "log_to_driver"))
     from qarl_openrlhf.actors.install import install
+    from qarl_openrlhf.actors.policy import quantized_directory
+    from qarl_openrlhf.cli.dry_run import flatten
     from qarl_openrlhf.metrics.progress import follow
+    from qarl_openrlhf.metrics.writer import open_run_directory
+    from qarl_openrlhf.report import write_report
 
+    open_run_directory(args.metrics.dir, dict(flatten(args)), resume=args.ckpt.load_enable)
     train = install(args)
     stop = threading.Event()
     watcher = threading.Thread(target=follow, args=(args.metrics.dir, stop), daemon=True)
@@ -70,9 +75,12 @@ def run(args, resources, environment: dict[str, str]) -> None:
     finally:
         stop.set()
         watcher.join(timeout=5)
-    from qarl_openrlhf.report.summary import write_report
-
-    write_report([args.metrics.dir], args.metrics.dir)
+    report = write_report({args.quant.scheme: [args.metrics.dir]}, args.metrics.dir)
+    print(report.text)
+    print(f"run directory: {args.metrics.dir} ({', '.join(path.name for path in report.pictures)})")
+    print(f"model: {args.ckpt.output_dir}")
+    if args.quant.scheme != "bf16":
+        print(f"quantized checkpoint for `vllm serve`: {quantized_directory(args)}")
 
 
 def _own_objective(argv: list[str]) -> str | None:

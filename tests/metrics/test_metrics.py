@@ -7,6 +7,7 @@ import torch
 
 from qarl_openrlhf.metrics import error_tokens, mismatch, progress, writer
 from qarl_openrlhf.metrics.accumulate import Sums
+from qarl_openrlhf.report import load_run
 
 
 def batch(rows=6, width=40, seed=0):
@@ -100,7 +101,7 @@ def test_writer_reader_and_progress_line(tmp_path):
     out.write(1, {"rollout/reward_mean": torch.tensor(0.25), "mismatch/kl": math.nan, "text": "not a number"})
     out.write(2, {"rollout/reward_mean": 0.5})
     out.write(2, {"rollout/reward_mean": 0.75})
-    rows = writer.read(str(tmp_path))
+    rows = load_run(tmp_path).rows
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["rollout/reward_mean"] == 0.75
     assert rows[0]["mismatch/kl"] is None and "text" not in rows[0]
     for line in open(out.path):
@@ -128,3 +129,14 @@ def test_changed_codes_counts_what_differs(scheme):
         assert list(watcher.watch(stream)) == stream
         assert watcher.fraction == expected / w.numel()
     assert count_changed_codes(old, new)[0] > 0
+
+
+def test_a_new_run_in_a_used_directory_starts_a_new_file_and_a_resumed_one_does_not(tmp_path):
+    for reward in (0.1, 0.2):
+        writer.open_run_directory(str(tmp_path), {"quant.scheme": "bf16"}, resume=False)
+        writer.MetricsWriter(str(tmp_path)).write(1, {"rollout/reward_mean": reward})
+    writer.open_run_directory(str(tmp_path), {"quant.scheme": "bf16"}, resume=True)
+    writer.MetricsWriter(str(tmp_path)).write(2, {"rollout/reward_mean": 0.3})
+    assert [row["rollout/reward_mean"] for row in load_run(tmp_path).rows] == [0.2, 0.3]
+    assert '"rollout/reward_mean": 0.1' in (tmp_path / "metrics.1.jsonl").read_text()
+    assert json.loads((tmp_path / "run.json").read_text())["versions"]["torch"] == torch.__version__
