@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from qarl_openrlhf.bench.shapes import MODELS
-from qarl_openrlhf.bench.timing import copy_gb_s, times_us
+from qarl_openrlhf.bench.timing import copy_gb_s, copy_job, times_us
 from qarl_openrlhf.kernels import dequantize, quantize_pack
 
 # bytes a weight: read, codes, scales, and the copy
@@ -39,11 +39,14 @@ def run(models: list[str]) -> Iterator[dict]:
             moved["dequantize fp8"] = w.numel() * 3.0
             jobs["operand w4a8"] = lambda: dequantize.w4a8_operand(packed, scales)
             moved["operand w4a8"] = w.numel() * (1.5 + 2 / 128)
-            for key, us in times_us(jobs).items():
-                rate = moved[key] / us / 1e3
+            copies = {size: copy_job(size) for size in set(moved.values())}
+            measured = times_us({**jobs, **copies})
+            for key in jobs:
+                rate = moved[key] / measured[key] / 1e3
                 yield {
-                    "what": key, "model": model, "layer": linear.layer, "n": linear.n, "k": linear.k, "us": us,
-                    "gb_s": rate, "of_copy": rate / copy_rate,
+                    "what": key, "model": model, "layer": linear.layer, "n": linear.n, "k": linear.k,
+                    "us": measured[key], "gb_s": rate, "of_peak_copy": rate / copy_rate,
+                    "of_copy_of_same_size": measured[moved[key]] / measured[key],
                 }  # fmt: skip
     yield from _whole_model("Qwen3-8B")
 

@@ -56,9 +56,13 @@ def peak_mib(job: Callable) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def copy_gb_s() -> float:
-    """Bandwidth of a 2 GiB device-to-device copy, bytes read plus bytes written."""
-    a = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device="cuda")
+def copy_job(moved: float) -> Callable:
+    """A plain elementwise kernel that reads and writes ``moved`` bytes in all: what bandwidth a job of that size can have."""
+    a = torch.randint(0, 2**31, (max(int(moved) // 16, 1),), dtype=torch.int64, device="cuda")
     b = torch.empty_like(a)
-    us = times_us({"copy": lambda: b.copy_(a)})["copy"]
-    return 2 * a.numel() / us / 1e3
+    return lambda: torch.bitwise_not(a, out=b)
+
+
+def copy_gb_s() -> float:
+    """Bandwidth of a device-to-device copy of 2 GiB, bytes read plus bytes written."""
+    return (4 << 30) / times_us({"copy": copy_job(4 << 30)})["copy"] / 1e3

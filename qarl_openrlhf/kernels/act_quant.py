@@ -3,8 +3,8 @@
     int8   scale = amax / 127                      code = round_half_even(x * (127 / amax))
     fp8    scale = max(amax / 448, 1 / (448*512))  code = e4m3(x / scale), saturating
 
-A true division for each fp8 value: x / scale has no short significand, so a reciprocal would change codes. One read of the
-row, which stays in registers: 3 bytes of traffic a value.
+The fp8 quotient must round as a division does: a plain reciprocal would move ties. Bound by memory, 3 bytes a value: rows up
+to ROW stay in registers, longer ones are read a second time from the cache.
 """
 
 import torch
@@ -13,7 +13,39 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_openrlhf.kernels.library import op
-from qarl_openrlhf.kernels.rounding import MAGIC, absmax, to_e4m3, widen
+from qarl_openrlhf.kernels.rounding import MAGIC, absmax, divide_bf16, larger, to_e4m3, widen
+
+
+ROW = 4096
+
+
+@triton.jit
+def _load(x, at, mask):
+    value = tl.load(x + at, mask=mask, other=0.0)
+    return widen(value) if x.dtype.element_ty == tl.bfloat16 else value.to(tl.float32)
+
+
+@triton.jit
+def _scales(amax, FP8: tl.constexpr):
+    """(what is stored, what a value is divided or multiplied by)."""
+    if FP8:
+        scale = tl.maximum(tl.div_rn(amax, 448.0), 1.0 / (448.0 * 512.0), propagate_nan=tl.PropagateNan.ALL)
+        return scale, scale
+    return tl.div_rn(amax, 127.0), tl.where(amax == 0.0, 0.0, tl.div_rn(127.0, amax))
+
+
+@triton.jit
+def _codes(value, factor, FP8: tl.constexpr, BF16: tl.constexpr):
+    if FP8:
+        quotient = divide_bf16(value, factor) if BF16 else tl.div_rn(value, factor + tl.zeros_like(value))
+        code, _ = to_e4m3(quotient)
+    else:
+        product = value * factor
+        product = tl.where(product == product, product, 0.0)  # 0 * inf, if amax is denormal; the hardware cast gives 0
+        # Clamping between product and sum also keeps the compiler from fusing them into one rounding.
+        rounded = tl.minimum(tl.maximum(product, -128.0), 127.0) + MAGIC
+        code = rounded.to(tl.int32, bitcast=True).to(tl.int8)
+    return code
 
 
 @triton.jit
@@ -22,23 +54,24 @@ def _kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows)[:, None] & (column < K)
-    value = tl.load(x + row[:, None] * stride + column, mask=inside, other=0.0)
-    value = widen(value) if x.dtype.element_ty == tl.bfloat16 else value.to(tl.float32)
-    amax = absmax(value, 1)
-    if FP8:
-        scale = tl.maximum(tl.div_rn(amax, 448.0), 1.0 / (448.0 * 512.0), propagate_nan=tl.PropagateNan.ALL)
-        code, _ = to_e4m3(tl.div_rn(value, scale[:, None] + tl.zeros_like(value)))
+    bf16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    if K <= BLOCK:
+        inside = (row < rows)[:, None] & (column < K)
+        value = _load(x, row[:, None] * stride + column, inside)
+        scale, factor = _scales(absmax(value, 1), FP8)
+        tl.store(codes + row[:, None] * K + column, _codes(value, factor[:, None], FP8, bf16), mask=inside)
     else:
-        scale = tl.div_rn(amax, 127.0)
-        inverse = tl.where(amax == 0.0, 0.0, tl.div_rn(127.0, amax))
-        # Clamping between product and sum also keeps the compiler from fusing them into one rounding.
-        product = value * inverse[:, None]
-        product = tl.where(product == product, product, 0.0)  # 0 * inf, if amax is denormal; the hardware cast gives 0
-        rounded = tl.minimum(tl.maximum(product, -128.0), 127.0) + MAGIC
-        code = rounded.to(tl.int32, bitcast=True).to(tl.int8)
+        largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for start in range(0, K, BLOCK):
+            inside = (row < rows)[:, None] & (start + column < K)
+            largest = larger(largest, tl.abs(_load(x, row[:, None] * stride + start + column, inside)))
+        scale, factor = _scales(absmax(largest, 1), FP8)
+        for start in range(0, K, BLOCK):
+            inside = (row < rows)[:, None] & (start + column < K)
+            value = _load(x, row[:, None] * stride + start + column, inside)
+            code = _codes(value, factor[:, None], FP8, bf16)
+            tl.store(codes + row[:, None] * K + start + column, code, mask=inside)
     tl.store(scales + row, scale, mask=row < rows)
-    tl.store(codes + row[:, None] * K + column, code, mask=inside)
 
 
 def _outputs(x: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
@@ -48,14 +81,14 @@ def _outputs(x: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
 
 @op("act_quant(Tensor x, bool fp8) -> (Tensor, Tensor)", _outputs)
 def act_quant(x: Tensor, fp8: bool):
-    """``[..., K]`` (BF16, FP16 or FP32; K at most 32768) -> (int8 or e4m3 codes, float32 scale ``[..., 1]``)."""
+    """``[..., K]`` (BF16, FP16 or FP32) -> (int8 or e4m3 codes, float32 scale ``[..., 1]``)."""
     codes, scales = _outputs(x, fp8)
     k = x.shape[-1]
     if codes.numel():
         rows = x.reshape(-1, k)
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
-        block = triton.next_power_of_2(k)
+        block = min(triton.next_power_of_2(k), ROW)
         per_program = max(1, 2048 // block)
         warps = min(max(block * per_program // 1024, 1), 16)
         grid = (triton.cdiv(rows.shape[0], per_program),)

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_openrlhf.kernels.library import op
-from qarl_openrlhf.kernels.quantize_pack import engine_scales
-from qarl_openrlhf.kernels.rounding import narrow, to_e4m3, widen
+from qarl_openrlhf.kernels.quantize_pack import engine_channel, engine_group
+from qarl_openrlhf.kernels.rounding import absmax, narrow, to_e4m3, widen
 
 _WORDS = 1024  # int32 words (8 weights each) to a program
 
@@ -44,22 +44,37 @@ def _row8_kernel(codes, scales, out, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _w4a8_kernel(packed, scales, out, channels, GROUPS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr):
-    """One row: the e4m3 operand and its channel scale, or their BF16 product."""
-    row = tl.program_id(0).to(tl.int64)
+def _channel(scales, first, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """engine_channel of the row whose group scales start at ``first``."""
     index = tl.arange(0, BLOCK)
+    return engine_channel(absmax(widen(tl.load(scales + first + index, mask=index < GROUPS, other=0.0)), 0))
+
+
+@triton.jit
+def _w4a8_kernel(
+    packed, scales, out, channels, GROUPS: tl.constexpr, ALL: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr
+):
+    """TILE groups of one row: the e4m3 operand (and the channel scale), or their BF16 product."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = _channel(scales, row * GROUPS, GROUPS, ALL)
+    index = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = index < GROUPS
     group = row * GROUPS + index
-    fine, channel = engine_scales(widen(tl.load(scales + group, mask=inside, other=0.0)))
-    at = group[:, None] * 16 + tl.arange(0, 16)[None, :]
-    words = tl.load(packed + at, mask=inside[:, None], other=0)
+    fine = engine_group(widen(tl.load(scales + group, mask=inside, other=0.0)), channel)
+    words = tl.load(packed + group[:, None] * 16 + tl.arange(0, 16)[None, :], mask=inside[:, None], other=0)
     code, operand = to_e4m3(unpack_int4(words) * fine[:, None, None])
     at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     if OPERAND:
-        tl.store(out + at, tl.reshape(code, BLOCK, 128), mask=inside[:, None])
-        tl.store(channels + row, channel)
+        tl.store(out + at, tl.reshape(code, TILE, 128), mask=inside[:, None])
+        tl.store(channels + row, channel * 8.0)
     else:
-        tl.store(out + at, narrow(tl.reshape(operand * channel, BLOCK, 128)), mask=inside[:, None])
+        tl.store(out + at, narrow(tl.reshape(operand * (channel * 8.0), TILE, 128)), mask=inside[:, None])
+
+
+@triton.jit
+def _w4a8_channel_kernel(scales, channels, GROUPS: tl.constexpr, ALL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(channels + row, _channel(scales, row * GROUPS, GROUPS, ALL) * 8.0)
 
 
 def _int4_output(packed: Tensor, scales: Tensor) -> Tensor:
@@ -99,12 +114,12 @@ def dequantize_row8(codes: Tensor, scales: Tensor) -> Tensor:
 def _launch_w4a8(packed: Tensor, scales: Tensor, out: Tensor, channels: Tensor, operand: bool) -> None:
     groups = scales.shape[-1]
     if out.numel():
-        block = triton.next_power_of_2(groups)
+        all_groups = triton.next_power_of_2(groups)
+        tile = min(all_groups, 32)
         view = out.view(torch.uint8) if operand else out
-        _w4a8_kernel[(scales.numel() // groups,)](
-            packed.contiguous(), scales.contiguous(), view, channels, groups, block, operand,
-            num_warps=min(max(block // 8, 1), 16),
-        )  # fmt: skip
+        _w4a8_kernel[(scales.numel() // groups, triton.cdiv(groups, tile))](
+            packed.contiguous(), scales.contiguous(), view, channels, groups, all_groups, tile, operand, num_warps=4
+        )
 
 
 @op("dequantize_w4a8(Tensor packed, Tensor scales) -> Tensor", _int4_output)
@@ -127,14 +142,6 @@ def w4a8_operand(packed: Tensor, scales: Tensor):
     out, channels = _w4a8_operand(packed, scales)
     _launch_w4a8(packed, scales, out, channels, True)
     return out, channels
-
-
-@triton.jit
-def _w4a8_channel_kernel(scales, channels, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK)
-    _, channel = engine_scales(widen(tl.load(scales + row * GROUPS + index, mask=index < GROUPS, other=0.0)))
-    tl.store(channels + row, channel)
 
 
 def _channel_output(scales: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Byte-equal with :mod:`qarl_openrlhf.kernels.reference`. Bound by memory: with G 
 0.52 written (int4), 1 written (int8, fp8), and 2 more for the copy.
 
 Groups are contiguous in a contiguous weight, so the int4 kernel sees [groups, G] and no rows. Per-channel formats and
-W4A8 (whose group scales depend on the row's largest) keep whole rows in registers, a few to a program.
+W4A8 (whose group scales depend on the row's largest) take whole rows; rows longer than ROW are read twice.
 """
 
 import torch
@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_openrlhf.kernels.library import op
-from qarl_openrlhf.kernels.rounding import MAGIC, absmax, narrow, quotient, to_e4m3, weight_scale, widen
+from qarl_openrlhf.kernels.rounding import MAGIC, absmax, larger, narrow, quotient, to_e4m3, weight_scale, widen
 
 SHIFT = tl.constexpr(MAGIC.value + 8.0)
+ROW = 4096  # weights of a row that a program keeps in registers
 SHIFT_WORD = tl.constexpr(sum(0x4B400000 << 4 * j for j in range(8)) % 2**32)
-MAX_ROW = 32768  # longest row held in registers
+
 
 
 @triton.jit
@@ -52,64 +53,118 @@ def _int4_kernel(w, packed, scales, copy, groups, G: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
+def _row8(q, scale, FP8: tl.constexpr):
+    """Codes of quotients q, and the BF16 copy."""
+    if FP8:
+        code, value = to_e4m3(q + 0.0)  # the reference adds a zero point: -0.0 becomes +0.0
+    else:
+        shifted = tl.minimum(tl.maximum(q, -128.0), 127.0) + MAGIC
+        code, value = shifted.to(tl.int32, bitcast=True).to(tl.int8), shifted - MAGIC
+    return code, narrow(value * scale)
+
+
+@triton.jit
 def _row8_kernel(
     w, codes, scales, copy, rows, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr,
     COPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows)[:, None] & (column < K)
-    at = row[:, None] * K + column
-    x = widen(tl.load(w + at, mask=inside, other=0.0))
-    scale = weight_scale(absmax(x, 1), 1.0 / (448.0 if FP8 else 127.5))
+    reciprocal: tl.constexpr = 1.0 / (448.0 if FP8 else 127.5)
+    if K <= BLOCK:
+        inside = (row < rows)[:, None] & (column < K)
+        at = row[:, None] * K + column
+        x = widen(tl.load(w + at, mask=inside, other=0.0))
+        scale = weight_scale(absmax(x, 1), reciprocal)
+        code, value = _row8(quotient(x, scale[:, None]), scale[:, None], FP8)
+        tl.store(codes + at, code, mask=inside)
+        if COPY:
+            tl.store(copy + at, value, mask=inside)
+    else:  # the second read of a long row comes from the cache
+        largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for start in range(0, K, BLOCK):
+            inside = (row < rows)[:, None] & (start + column < K)
+            at = row[:, None] * K + start + column
+            largest = larger(largest, tl.abs(widen(tl.load(w + at, mask=inside, other=0.0))))
+        scale = weight_scale(absmax(largest, 1), reciprocal)
+        for start in range(0, K, BLOCK):
+            inside = (row < rows)[:, None] & (start + column < K)
+            at = row[:, None] * K + start + column
+            x = widen(tl.load(w + at, mask=inside, other=0.0))
+            code, value = _row8(quotient(x, scale[:, None]), scale[:, None], FP8)
+            tl.store(codes + at, code, mask=inside)
+            if COPY:
+                tl.store(copy + at, value, mask=inside)
     tl.store(scales + row, narrow(scale), mask=row < rows)
-    scale = scale[:, None]
-    q = quotient(x, scale)
-    if FP8:
-        code, value = to_e4m3(q + 0.0)  # the reference adds a zero point: -0.0 becomes +0.0
-    else:
-        shifted = tl.minimum(tl.maximum(q, -128.0), 127.0) + MAGIC
-        code, value = shifted.to(tl.int32, bitcast=True).to(tl.int8), shifted - MAGIC
-    tl.store(codes + at, code, mask=inside)
-    if COPY:
-        tl.store(copy + at, narrow(value * scale), mask=inside)
 
 
 @triton.jit
-def engine_scales(scale):
-    """What vLLM's W4A8 kernel makes of one row's group scales [GROUPS] (zeros past the end change nothing).
+def engine_channel(largest):
+    """The channel scale (before its factor 8) that vLLM's W4A8 kernel gives a row whose largest group scale this is."""
+    return larger(tl.div_rn(largest, 448.0), 1.0 / (448.0 * 512.0))
 
-    Returns its e4m3 group scales as float32 [GROUPS], and the float32 channel scale. Divisions round correctly: group
-    scales have 24-bit quotients here, for which the reciprocal would move ties.
-    """
-    channel = tl.maximum(tl.div_rn(absmax(scale, 0), 448.0), 1.0 / (448.0 * 512.0), propagate_nan=tl.PropagateNan.ALL)
+
+@triton.jit
+def engine_group(scale, channel):
+    """Its e4m3 group scales, as float32. True divisions: the reciprocal of a 24-bit channel scale would move ties."""
     _, group = to_e4m3(tl.div_rn(scale, channel + tl.zeros_like(scale)))
     _, group = to_e4m3(group * 0.125)
-    return group, channel * 8.0
+    return group
+
+
+@triton.jit
+def _stored_scale(scale, channel):
+    """Group scales as the checkpoint stores them: on the engine's grid, and never zero (2^-9 is e4m3's smallest)."""
+    return narrow(larger(engine_group(scale, channel), 0.001953125) * (channel * 8.0))
+
+
+@triton.jit
+def _group_scales(w, first, group, inside, G: tl.constexpr):
+    """Weights [BLOCK, G] and ordinary int4 scales [BLOCK] of groups of one row."""
+    at = (first + group)[:, None] * G + tl.arange(0, G)[None, :]
+    x = widen(tl.load(w + at, mask=inside[:, None], other=0.0))
+    return x, tl.where(inside, weight_scale(absmax(x, 1), 1.0 / 7.5), 0.0)
+
+
+@triton.jit
+def _store_w4a8(
+    x, scale, largest, group, inside, packed, scales, copy, BLOCK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr
+):
+    channel = engine_channel(largest)
+    stored = _stored_scale(scale, channel)
+    tl.store(scales + group, stored, mask=inside)
+    stored = widen(stored)
+    shifted = shifted_int4(quotient(x, stored[:, None]))
+    packed_at = packed + group[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
+    store_int4(shifted, packed_at, inside[:, None], BLOCK, G)
+    if COPY:  # what the engine makes of the stored scales; their largest comes from the largest scale
+        again = engine_channel(widen(_stored_scale(largest, channel)))
+        _, operand = to_e4m3((shifted - SHIFT) * engine_group(stored, again)[:, None])
+        at = group[:, None] * G + tl.arange(0, G)[None, :]
+        tl.store(copy + at, narrow(operand * (again * 8.0)), mask=inside[:, None])
 
 
 @triton.jit
 def _w4a8_kernel(
     w, packed, scales, copy, GROUPS: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr
 ):  # fmt: skip
-    """One row: the scales move onto the engine's grid before the codes are computed."""
-    index = tl.arange(0, BLOCK)
-    inside = index < GROUPS
-    group = tl.program_id(0).to(tl.int64) * GROUPS + index
-    at = group[:, None] * G + tl.arange(0, G)[None, :]
-    x = widen(tl.load(w + at, mask=inside[:, None], other=0.0))
-    scale = tl.where(inside, weight_scale(absmax(x, 1), 1.0 / 7.5), 0.0)
-    fine, channel = engine_scales(scale)
-    stored = narrow(tl.maximum(fine, 0.001953125) * channel)
-    tl.store(scales + group, stored, mask=inside)
-    packed_at = packed + group[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
-    stored = widen(stored)
-    shifted = shifted_int4(quotient(x, stored[:, None]))
-    store_int4(shifted, packed_at, inside[:, None], BLOCK, G)
-    if COPY:
-        fine, channel = engine_scales(tl.where(inside, stored, 0.0))
-        _, operand = to_e4m3((shifted - SHIFT) * fine[:, None])
-        tl.store(copy + at, narrow(operand * channel), mask=inside[:, None])
+    """One row: its scales move onto the engine's grid before the codes are computed."""
+    first = tl.program_id(0).to(tl.int64) * GROUPS
+    group = tl.arange(0, BLOCK)
+    if GROUPS <= BLOCK:
+        x, scale = _group_scales(w, first, group, group < GROUPS, G)
+        largest = absmax(scale, 0)
+        _store_w4a8(x, scale, largest, first + group, group < GROUPS, packed, scales, copy, BLOCK, G, COPY)
+    else:  # the second read of a long row comes from the cache
+        largest = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, GROUPS, BLOCK):
+            _, scale = _group_scales(w, first, start + group, start + group < GROUPS, G)
+            largest = larger(largest, scale)
+        largest = absmax(largest, 0)
+        for start in range(0, GROUPS, BLOCK):
+            inside = start + group < GROUPS
+            x, scale = _group_scales(w, first, start + group, inside, G)
+            _store_w4a8(x, scale, largest, first + start + group, inside, packed, scales, copy, BLOCK, G, COPY)
 
 
 def _contiguous(w: Tensor) -> Tensor:
@@ -147,13 +202,13 @@ def _w4a8_outputs(w: Tensor, copy: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 @op("quantize_w4a8(Tensor w, bool copy) -> (Tensor, Tensor, Tensor)", _w4a8_outputs)
 def quantize_w4a8(w: Tensor, copy: bool):
-    """As :func:`quantize_int4` at group 128, with scales on the grid of vLLM's W4A8 kernel. K at most MAX_ROW."""
+    """As :func:`quantize_int4` at group 128, with scales on the grid of vLLM's W4A8 kernel."""
     w = _contiguous(w)
     outputs = _w4a8_outputs(w, copy)
     groups = w.shape[-1] // 128
     if w.numel():
-        block = triton.next_power_of_2(groups)
-        warps = min(max(block // 8, 1), 16)
+        block = min(triton.next_power_of_2(groups), ROW // 128)
+        warps = max(block // 8, 1)
         _w4a8_kernel[(w.numel() // w.shape[-1],)](
             w, *outputs, groups, block, 128, copy, num_warps=warps
         )
@@ -168,17 +223,16 @@ def _row8_outputs(w: Tensor, fp8: bool, copy: bool) -> tuple[Tensor, Tensor, Ten
 
 @op("quantize_row8(Tensor w, bool fp8, bool copy) -> (Tensor, Tensor, Tensor)", _row8_outputs)
 def quantize_row8(w: Tensor, fp8: bool, copy: bool):
-    """``[..., N, K]`` BF16 -> (int8 or e4m3 codes, BF16 scale ``[..., N, 1]``, W_dq or an empty tensor). K at most MAX_ROW."""
+    """``[..., N, K]`` BF16 -> (int8 or e4m3 codes, BF16 scale ``[..., N, 1]``, W_dq or an empty tensor)."""
     w = _contiguous(w)
     codes, scales, dequantized = _row8_outputs(w, fp8, copy)
     k = w.shape[-1]
     if w.numel():
         rows = w.numel() // k
-        block = triton.next_power_of_2(k)
-        per_program = max(1, 4096 // block)
-        warps = min(max(block * per_program // 1024, 1), 16)
+        block = min(triton.next_power_of_2(k), ROW)
+        per_program = ROW // block
         _row8_kernel[(triton.cdiv(rows, per_program),)](
             w, codes.view(torch.uint8) if fp8 else codes, scales, dequantized, rows, k, block, per_program, fp8, copy,
-            num_warps=warps,
+            num_warps=4,
         )  # fmt: skip
     return codes, scales, dequantized

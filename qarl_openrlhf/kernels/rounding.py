@@ -22,7 +22,8 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23, bits 0x4B400000
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
+    """The larger of two, or NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -30,7 +31,7 @@ def _larger(a, b):
 def absmax(x, axis: tl.constexpr):
     """Largest magnitude along an axis; a NaN anywhere makes it NaN."""
     if NATIVE:
-        return tl.reduce(tl.abs(x), axis, _larger)
+        return tl.reduce(tl.abs(x), axis, larger)
     return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)  # orders NaN last, too
 
 
@@ -79,15 +80,33 @@ def quotient(w, scale):
 
 @triton.jit
 def to_e4m3(x):
-    """Bits (uint8) and float32 value of the saturating e4m3fn cast of a float32 x; the interpreter's own cast is wrong."""
-    if NATIVE:
-        code = x.to(tl.float8e4nv)
-        return code.to(tl.uint8, bitcast=True), code.to(tl.float32)
+    """Bits (uint8) and float32 value of the saturating e4m3fn cast of a float32 x."""
     bits = x.to(tl.int32, bitcast=True)
-    x = tl.minimum(tl.abs(x), 448.0)
-    coarse = x.to(tl.int32, bitcast=True)
-    coarse = (coarse + 0x7FFFF + ((coarse >> 20) & 1)) & -0x100000
-    fine = (x + 24576.0) - 24576.0  # 1.5 * 2^14: multiples of 2^-9, the spacing of e4m3's denormals
-    value = tl.where(x < 0.015625, fine, coarse.to(tl.float32, bitcast=True))
-    code = tl.where(x < 0.015625, (fine * 512.0).to(tl.int32), (coarse - 0x3C000000) >> 20)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8), tl.where(bits < 0, -value, value)
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    coarse = magnitude.to(tl.int32, bitcast=True)
+    coarse = (coarse + 0x7FFFF + ((coarse >> 20) & 1)) & -0x100000  # 3 fraction bits, half to even
+    fine = (magnitude + 24576.0) - 24576.0  # 1.5 * 2^14: multiples of 2^-9, the spacing of e4m3's denormals
+    small = magnitude < 0.015625
+    value = tl.where(small, fine, coarse.to(tl.float32, bitcast=True))
+    if NATIVE:
+        # The value is not read back from the code: ptxas 12.8 miscompiles e4m3 -> f16 right after f32 -> e4m3.
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = tl.where(small, (fine * 512.0).to(tl.int32), (coarse - 0x3C000000) >> 20)
+        code = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return code, (value.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def divide_bf16(x, scale):
+    """x / scale, correctly rounded, for BF16 values x [A, B] and the fp8 scale [A, 1] of such a row.
+
+    A reciprocal, a product and one correction, in place of ten instructions: equal to the division for all 128 * 128
+    pairs of significands (tested).
+    """
+    if NATIVE:
+        inverse = tl.div_rn(1.0, scale)
+        estimate = x * inverse
+        # estimate + (x - estimate * scale) * inverse
+        return tl.fma(tl.fma(-estimate, scale + tl.zeros_like(x), x), inverse + tl.zeros_like(x), estimate)
+    return tl.div_rn(x, scale + tl.zeros_like(x))

@@ -38,6 +38,12 @@ def test_dtypes_and_layouts(fp8, dtype, device):
     check(x[:, :0], fp8, device)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
+def test_rows_too_long_for_registers(fp8, device, monkeypatch):
+    monkeypatch.setattr(act_quant, "ROW", 256)
+    check(torch.randn(9, 576).bfloat16(), fp8, device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
 @pytest.mark.parametrize("k", [576, 1536, 4096, 8960, 12288, 18944, 32768])
@@ -46,14 +52,14 @@ def test_real_widths(fp8, k, device):
 
 
 @pytest.mark.gpu
-def test_many_quotients_round_as_a_division(device):
-    """Codes next to e4m3's rounding ties: x is a tie times the scale, give or take an ulp of BF16."""
-    x = torch.randn(4096, 4096).bfloat16()
-    scale = x.float().abs().amax(-1, keepdim=True) / 448.0
-    ties = (torch.randint(8, 16, x.shape) + 0.5) * 2.0 ** torch.randint(-6, 5, x.shape)
-    near = (ties * scale).clamp(max=400 * scale).bfloat16()
-    near[:, 0] = x.abs().amax(-1)
-    check(near, True, device)
+def test_every_quotient_rounds_as_a_division(device):
+    """All pairs of significands of a BF16 value and of its row's maximum, over e4m3's whole range of exponents."""
+    amax = torch.arange(128, 256).float()[:, None]
+    values = torch.arange(128, 256).float() * 2.0 ** -torch.arange(1, 20).float()[:, None]
+    x = torch.cat([amax, values.flatten()[None].expand(128, -1)], 1)
+    assert torch.equal(x.bfloat16().float(), x)
+    check(x.bfloat16(), True, device)
+    check(-x.bfloat16(), True, device)
 
 
 def test_nan_is_not_swallowed(device):

@@ -5,7 +5,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from qarl_openrlhf.kernels import dispatch, reference, w8a8_gemm  # noqa: E402
+from qarl_openrlhf.kernels import dispatch, reference, w4a16_gemm, w8a8_gemm  # noqa: E402
 from qarl_openrlhf.quant import QuantScheme, dequantize_weight, quantize_weight  # noqa: E402
 
 
@@ -60,3 +60,42 @@ def test_empty_and_odd_shapes(device):
     assert run([x[:0], x_scale[:0], w, w_scale]).shape == (0, 48)
     with pytest.raises(ValueError, match="multiples of 16"):
         run([x[:, :40].contiguous(), x_scale, w[:, :40].contiguous(), w_scale])
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a16:g64", "w4a16:g32"])
+@pytest.mark.parametrize("m, n, k", [(1, 48, 256), (16, 96, 512), (21, 130, 384)])
+def test_w4a16_against_float64(m, n, k, name, device):
+    x, w, bias = torch.randn(m, k).bfloat16(), (torch.randn(n, k) * 0.02).bfloat16(), torch.randn(n).bfloat16()
+    packed = quantize_weight(w, QuantScheme.parse(name))
+    exact = x.double() @ dequantize_weight(packed).double().T
+    on = [t.to(device) for t in (x, packed.weight_packed, packed.weight_scale, bias)]
+    assert error(w4a16_gemm.w4a16_gemm(*on[:3], None), exact) < 3e-3
+    assert error(w4a16_gemm.w4a16_gemm(*on), exact + bias.double()) < 3e-3
+    assert w4a16_gemm.w4a16_gemm(on[0][:0], *on[1:]).shape == (0, n)
+
+
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_w4a16_with_k_split_over_programs(split, device, monkeypatch):
+    monkeypatch.setattr(w4a16_gemm, "CONFIGS", [w4a16_gemm.Config((64, 16, split), 4, 3)])
+    x, w = torch.randn(3, 640).bfloat16(), (torch.randn(70, 640) * 0.02).bfloat16()
+    packed = quantize_weight(w, QuantScheme.parse("w4a16"))
+    exact = x.double() @ dequantize_weight(packed).double().T
+    on = [t.to(device) for t in (x, packed.weight_packed, packed.weight_scale)]
+    first = w4a16_gemm.w4a16_gemm(*on, None)
+    assert error(first, exact) < 3e-3
+    for _ in range(1 if device == "cpu" else 20):
+        assert torch.equal(w4a16_gemm.w4a16_gemm(*on, None), first)
+    assert not any(counters.any() for counters in w4a16_gemm._arrivals.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m, n, k", [(1, 576, 576), (16, 17920, 1536), (64, 4096, 12288), (33, 3584, 18944)])
+def test_w4a16_at_real_shapes(m, n, k, device):
+    test_w4a16_against_float64(m, n, k, "w4a16:g64", device)
+
+
+def test_w4a16_refuses_many_rows(device):
+    x, w = torch.randn(65, 128).bfloat16(), torch.randn(16, 128).bfloat16()
+    packed = quantize_weight(w, QuantScheme.parse("w4a16"))
+    with pytest.raises(ValueError, match="at most 64 rows"):
+        w4a16_gemm.w4a16_gemm(x.to(device), packed.weight_packed.to(device), packed.weight_scale.to(device), None)

@@ -75,6 +75,13 @@ def test_dequantizing_a_hard_weight(name, device):
         assert torch.equal(dequantize.w4a8_channel(scale).cpu(), expected_channel)
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_rows_too_long_for_registers(name, device, monkeypatch):
+    monkeypatch.setattr(quantize_pack, "ROW", 256)
+    for case in ("random", "outlier", "zero_groups"):
+        check(cases(N, K)[case], QuantScheme.parse(name), device)
+
+
 def test_a_nan_or_infinity_reaches_the_scale(device):
     """So that a diverged weight is noticed: the kernel's maximum must not drop NaN."""
     for bad in (float("nan"), float("inf"), -float("inf")):

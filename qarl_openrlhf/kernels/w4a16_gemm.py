@@ -1,0 +1,166 @@
+"""BF16 activations times packed int4 weights, for few rows: y = x @ bf16(code * scale)^T + bias, float32 accumulation.
+
+Bound by memory (0.52 byte a weight against BF16's 2) up to about 64 rows. Above that, dequantizing once and the library's
+product are faster, and dispatch does that.
+
+An int32 word becomes eight BF16 weights in registers, two at a time: mask a nibble in each half of the word, set the
+exponent so that it reads 128 + nibble, subtract 136, multiply by the scale (one rounding, as in the reference). The tensor
+cores see W as their left operand, so 16 rows of x fill an instruction.
+
+K is split over several programs if N alone cannot fill the card. The last program of a tile to finish adds the partial sums
+in a fixed order, so results do not depend on timing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_openrlhf.kernels.library import op
+from qarl_openrlhf.kernels.rounding import NATIVE, narrow, widen
+from qarl_openrlhf.kernels.tune import Config, tuned
+
+MAX_ROWS = 64
+
+
+def _unpack_asm() -> str:
+    """PTX: word $8 and BF16 scale $9 -> its eight BF16 weights in $0..$7."""
+    lines = ["{.reg .b32 t, s, z;", "mov.b32 s, {$9, $9};", "mov.b32 z, 0x43084308;"]
+    for j in range(4):  # nibbles j and j + 4 are 16 bits apart
+        source = "$8"
+        if j:
+            lines.append(f"shr.u32 t, $8, {4 * j};")
+            source = "t"
+        lines.append(f"lop3.b32 t, {source}, 0x000f000f, 0x43004300, 0xEA;")  # (source & mask) | exponent
+        lines.append("sub.rn.bf16x2 t, t, z;")  # 128 + nibble - 136 = code
+        lines.append("mul.rn.bf16x2 t, t, s;")
+        lines.append(f"mov.b32 {{${j}, ${j + 4}}}, t;")
+    return "\n".join(lines) + "}"
+
+
+UNPACK = tl.constexpr(_unpack_asm())
+
+
+@triton.jit
+def _nibble(words, scale, SHIFT: tl.constexpr):
+    return narrow((((words >> SHIFT) & 15) - 8).to(tl.float32) * widen(scale))
+
+
+@triton.jit
+def _weights(words, scale, A: tl.constexpr, B: tl.constexpr):
+    """int32 words [A, B] and BF16 scales [A, B] -> BF16 weights [A, 8 B] in their own order."""
+    if NATIVE:
+        w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
+            UNPACK, "=h,=h,=h,=h,=h,=h,=h,=h,r,h", [words, scale],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        w0, w1, w2, w3 = _nibble(words, scale, 0), _nibble(words, scale, 4), _nibble(words, scale, 8), _nibble(words, scale, 12)
+        w4, w5, w6, w7 = _nibble(words, scale, 16), _nibble(words, scale, 20), _nibble(words, scale, 24), _nibble(words, scale, 28)
+    # tl.join adds a last axis of 2, so the outermost join is bit 0 of the position.
+    even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
+    odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
+    return tl.reshape(tl.join(even, odd), A, 8 * B)
+
+
+@triton.jit
+def _dot(w, x, total):
+    if NATIVE:
+        return tl.dot(w, x, total)
+    return tl.dot(widen(w), widen(x), total)  # the interpreter's BF16 dot is wrong
+
+
+@triton.jit
+def _kernel(
+    x, packed, scales, y, bias, partial, done, M, N, K: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, WORDS: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(1)
+    column = tile * BN + tl.arange(0, BN)
+    row = tl.arange(0, BM)
+    word = tl.arange(0, WORDS)
+    inside = (column < N)[:, None]
+    steps: tl.constexpr = K // 8 // WORDS
+    total = tl.zeros((BN, BM), dtype=tl.float32)
+    packed += column[:, None].to(tl.int64) * (K // 8) + word[None, :]
+    scales += column[:, None].to(tl.int64) * (K // G) + word[None, :] // (G // 8)
+    x += row[:, None] * K + tl.arange(0, 8 * WORDS)[None, :]
+    first, last = part * steps // SPLIT, (part + 1) * steps // SPLIT
+    scale = tl.load(scales + first * (8 * WORDS) // G, mask=inside, other=0.0)
+    for step in range(first, last):
+        # Two-byte loads cannot be copied ahead asynchronously as the others are: fetch the next step's scales by hand.
+        following = tl.load(scales + tl.minimum(step + 1, last - 1) * (8 * WORDS) // G, mask=inside, other=0.0)
+        words = tl.load(packed + step * WORDS, mask=inside, other=0)
+        rows = tl.load(x + step * (8 * WORDS), mask=(row < M)[:, None], other=0.0)
+        total = _dot(_weights(words, scale, BN, WORDS), rows.T, total)
+        scale = following
+    inside = inside & (row < M)[None, :]
+    at = row[None, :] * N + column[:, None]
+    if SPLIT > 1:
+        tl.store(partial + part * M * N + at, total, mask=inside)
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        arrived = tl.atomic_add(done + tile, 1, sem="acq_rel")
+        if arrived == SPLIT - 1:
+            total = tl.zeros((BN, BM), dtype=tl.float32)
+            for other in range(SPLIT):
+                total += tl.load(partial + other * M * N + at, mask=inside, other=0.0, cache_modifier=".cg")
+            _finish(total, y + at, inside, bias, column, N, HAS_BIAS)
+            tl.store(done + tile, 0)
+    else:
+        _finish(total, y + at, inside, bias, column, N, HAS_BIAS)
+
+
+@triton.jit
+def _finish(total, at, inside, bias, column, N, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        total += widen(tl.load(bias + column, mask=column < N, other=0.0))[:, None]
+    tl.store(at, narrow(total), mask=inside)
+
+
+# (BN, WORDS, SPLIT), warps, stages
+CONFIGS = [
+    Config((bn, words, split), warps, stages)
+    for bn, words, warps in ((64, 16, 4), (128, 16, 4), (128, 16, 8), (64, 32, 4), (64, 8, 4), (32, 4, 4))
+    for split in (1, 2, 4, 8)
+    for stages in (4, 6)
+]
+_arrivals: dict[tuple, Tensor] = {}
+
+
+def _arrival_counters(x: Tensor, tiles: int) -> Tensor:
+    """Zeros, one a tile; every call leaves them zero. One set a stream, as calls on two streams can overlap."""
+    key = (x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
+    if key not in _arrivals or _arrivals[key].numel() < tiles:
+        _arrivals[key] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=x.device)
+    return _arrivals[key]
+
+
+def _output(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.empty((x.shape[0], packed.shape[0]), dtype=torch.bfloat16, device=x.device)
+
+
+@op("w4a16_gemm(Tensor x, Tensor packed, Tensor scales, Tensor? bias) -> Tensor", _output)
+def w4a16_gemm(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """BF16 ``x [M, K]`` (M at most 64), int32 ``[N, K/8]``, BF16 ``[N, K/G]``, BF16 bias ``[N]`` -> BF16 ``[M, N]``."""
+    y = _output(x, packed, scales, bias)
+    (m, k), n = x.shape, packed.shape[0]
+    if m > MAX_ROWS:
+        raise ValueError(f"w4a16_gemm is for at most {MAX_ROWS} rows, not {m}: dequantize and multiply")
+    if y.numel() == 0:
+        return y
+    x, packed, scales = x.contiguous(), packed.contiguous(), scales.contiguous()
+    group_size, bm = k // scales.shape[1], max(16, triton.next_power_of_2(m))
+    fitting = [c for c in CONFIGS if k % (8 * c.sizes[1]) == 0 and k // (8 * c.sizes[1]) >= c.sizes[2]]
+
+    def launch(config: Config) -> None:
+        bn, words, split = config.sizes
+        tiles = triton.cdiv(n, bn)
+        partial = torch.empty(split * m * n if split > 1 else 0, dtype=torch.float32, device=x.device)
+        _kernel[(tiles, split)](
+            x, packed, scales, y, bias, partial, _arrival_counters(x, tiles), m, n, k, group_size, bm, bn, words, split,
+            bias is not None, num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+
+    launch(tuned("w4a16_gemm", (bm, n, k, group_size), fitting, launch))
+    return y
