@@ -110,6 +110,8 @@ def test_integer_products_are_exact(k):
     x = torch.randint(-127, 128, (6, k), dtype=torch.int8)
     w = torch.randint(-128, 128, (10, k), dtype=torch.int8)
     x[0], w[0] = 127, -128  # the largest sum there is
+    x[1:4] = 127 - x[1:4].remainder(2)  # large sums whose low bits are lost if they are added in float32
+    w[1:4] = 127 - w[1:4].remainder(2)
     exact = x.long() @ w.long().t()
     assert torch.equal(product.integer_product(x, w).double(), exact.float().double())
     assert torch.equal(product.integer_product(x, w.float()), exact.float())
