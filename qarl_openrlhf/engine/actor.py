@@ -25,7 +25,12 @@ from qarl_openrlhf.runtime import resolve_device  # noqa: E402
 from qarl_openrlhf.sync.errors import SyncError  # noqa: E402
 
 
-class QarlRolloutActor(RolloutRayActor.__ray_metadata__.modified_class):
+# OpenRLHF's class as it was before ``@ray.remote``. Ray's own modification of it would pass its identity on: Ray would take
+# ours for OpenRLHF's, and a process that has looked an engine up by name could not start another one.
+_RolloutActor = RolloutRayActor.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+class QarlRolloutActor(_RolloutActor):
     """``RolloutRayActor`` that starts with dummy weights and refuses to generate until a publish has completed.
 
     Args, besides OpenRLHF's (which include all of ``AsyncEngineArgs``):

@@ -61,7 +61,7 @@ def cluster():
 @pytest.fixture(scope="package")
 def benches(cluster, tmp_path_factory):
     qwen3 = tiny.make_learner("qwen3", "w4a16:g64", tmp_path_factory.mktemp("qwen3"))
-    qwen2 = tiny.make_learner("qwen2", "w8a8", tmp_path_factory.mktemp("qwen2"))
+    qwen2 = tiny.make_learner("qwen2", "w8a8", tmp_path_factory.mktemp("qwen2"), initializer_range=0.05)
     engines = [tiny.start_engine(qwen3), tiny.start_engine(qwen3), tiny.start_engine(qwen2, qarl_stop=["e"])]
     tiny.ready(*engines)
     return {"qwen3": Bench(qwen3, engines[:2]), "qwen2": Bench(qwen2, engines[2:])}

@@ -116,28 +116,21 @@ def test_a_bit_flipped_on_the_way(qwen3, monkeypatch):
 def test_a_weight_that_the_engine_stores_wrongly_is_read_back(qwen3):
     """A loader that drops a tensor: the checksums on the wire are right, the engine's memory is not."""
 
-    def break_loader(self):
-        core = self.llm.collective_rpc(_stale_norm)
-        return core
+    def drop(worker) -> None:
+        worker.model_runner.get_model().model.norm.weight.weight_loader = lambda parameter, loaded: None
+
+    def mend(worker) -> None:
+        del worker.model_runner.get_model().model.norm.weight.weight_loader
 
     qwen3.publish()
-    ray.get(qwen3.engines[0].__ray_call__.remote(break_loader), timeout=30)
+    tiny.on_workers(qwen3.engines[0], drop)
+    norm = qwen3.learner.model.model.norm.weight
     with torch.no_grad():
-        qwen3.learner.model.model.norm.weight.add_(0.5)
+        norm.add_(0.5)
     with pytest.raises(SyncError, match=r"engine 0: rank 0: ManifestError: tensor model\.norm\.weight reads back differently"):
         qwen3.publish()
-    ray.get(qwen3.engines[0].__ray_call__.remote(lambda self: self.llm.collective_rpc(_mend_norm)), timeout=30)
-    with torch.no_grad():
-        qwen3.learner.model.model.norm.weight.sub_(0.5)
+    tiny.on_workers(qwen3.engines[0], mend)
     assert_heals(qwen3)
-
-
-def _stale_norm(worker) -> None:
-    worker.model_runner.get_model().model.norm.weight.weight_loader = lambda parameter, loaded: None
-
-
-def _mend_norm(worker) -> None:
-    del worker.model_runner.get_model().model.norm.weight.weight_loader
 
 
 def test_the_learner_failing_half_way(qwen3):

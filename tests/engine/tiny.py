@@ -1,5 +1,6 @@
 """Tiny random models, learner and engine side by side."""
 
+import asyncio
 import os
 from dataclasses import dataclass
 
@@ -80,9 +81,9 @@ def make_learner(kind: str, scheme: str, directory, *, dtype=torch.float32, seed
     model_class, config_class, extra = CLASSES[kind]
     model = model_class(config_class(**(SHAPE | extra | shape)))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+                parameter.add_(torch.randn_like(parameter) * (0.5 if name.endswith("bias") else 0.1))
             # BF16 values in any dtype: a float32 engine then has exactly the tensors of a BF16 one.
             parameter.copy_(parameter.to(torch.bfloat16))
     model = model.to(dtype).eval()
@@ -123,3 +124,13 @@ def process_id(engine) -> int:
     [core] = [p for p in psutil.Process(actor).children(recursive=True) if "EngineCore" in p.name() + " ".join(p.cmdline())]
     return core.pid
 
+
+
+def on_workers(engine, function) -> list:
+    """``function(worker)`` on every rank of an engine; not a module-level function, so that it travels by value."""
+
+    def call(actor):
+        loop = actor.llm.output_handler.get_loop()
+        return asyncio.run_coroutine_threadsafe(actor.llm.collective_rpc(function), loop).result(30)
+
+    return ray.get(engine.__ray_call__.remote(call), timeout=40)
