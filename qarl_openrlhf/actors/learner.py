@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import deepspeed
 import torch
@@ -37,6 +38,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         if self.args.objective.name:
             self.actor_loss_fn = ObjectiveLoss(build_objective(self.args.objective.name, **self.args.objective.hyperparameters))
         self.version = 0
+        self.gather_seconds = 0.0
         self.publish_metrics: dict = {}
         self.changed_codes = ChangedCodes()
         self.publisher = self.probe = None
@@ -166,24 +168,36 @@ class QarlActorTrainer(ActorPPOTrainer):
 
     def published_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the engines get, in checkpoint names. Every rank must exhaust it: ZeRO-3 gathers layer by layer."""
-        gather = deepspeed.zero.GatheredParameters if self.args.ds.zero_stage == 3 else None
+        gather = self._timed_gather if self.args.ds.zero_stage == 3 else None
         return published_tensors(self.actor.network, self.actor.scheme, gather=gather)
+
+    @contextmanager
+    def _timed_gather(self, parameters: list):
+        """``GatheredParameters``, adding the time it takes (not what is done meanwhile) to ``gather_seconds``."""
+        started = time.perf_counter()
+        with deepspeed.zero.GatheredParameters(parameters):
+            self.gather_seconds += time.perf_counter() - started
+            yield
+            started = time.perf_counter()
+        self.gather_seconds += time.perf_counter() - started
 
     def broadcast_to_vllm(self) -> None:
         """Publish the current weights to every engine, verify, probe. Errors name engine and tensor."""
         started = time.perf_counter()
         self.version += 1
+        self.gather_seconds = 0.0
         cache = self.actor.quant_cache
         quantize_before = cache.stats.seconds
         tensors = self.published_tensors()
         metrics = {}
         if self.publisher is not None:
             metrics = self.publisher.publish(self.changed_codes.watch(tensors), self.version)
-            metrics["sync/changed_code_frac"] = self.changed_codes.fraction
+            metrics |= self.changed_codes.metrics()
         else:
             for _ in tensors:
                 pass
         metrics["sync/quantise_ms"] = (cache.stats.seconds - quantize_before) * 1e3
+        metrics["sync/gather_ms"] = self.gather_seconds * 1e3
         if self.version == 1 or self.version % self.args.sync.probe_every == 0:
             metrics |= self.probe.run(self.actor, self.vllm_engines, self.version, is_sender=self.publisher is not None)
         dist.barrier()

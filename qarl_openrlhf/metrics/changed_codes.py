@@ -11,32 +11,39 @@ CODE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 class ChangedCodes:
     """Compares the codes in one stream of published tensors with those in the stream before.
 
-    Keeps the last codes by reference (half a byte a weight at 4 bits): every quantization makes new tensors.
+    Keeps the last codes by reference (half a byte a weight at 4 bits): every quantization makes new tensors. On a CPU,
+    where memory is plenty, also the first ones, for the share that differs from the start policy's.
     """
 
     def __init__(self):
+        self.first: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
-        self.changed = self.total = 0
+        self.changed = self.changed_since_first = self.total = 0
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass (checkpoint name, tensor) through, counting."""
-        self.changed = self.total = 0
+        self.changed = self.changed_since_first = self.total = 0
         for name, tensor in tensors:
             packed = name.endswith(".weight_packed")
             if packed or tensor.dtype in CODE_DTYPES:
-                before, self.last[name] = self.last.get(name), tensor
-                self._count(before, tensor, packed)
+                self.total += tensor.numel() * (8 if packed else 1)
+                self.changed += _differing(self.last.get(name, tensor), tensor, packed)
+                self.last[name] = tensor
+                if tensor.device.type == "cpu":
+                    self.changed_since_first += _differing(self.first.setdefault(name, tensor), tensor, packed)
             yield name, tensor
 
-    def _count(self, before: Tensor | None, now: Tensor, packed: bool) -> None:
-        self.total += now.numel() * (8 if packed else 1)
-        if before is None:
-            return
-        differ = now.view(torch.uint8) ^ before.view(torch.uint8)
-        halves = (differ & 0x0F, differ & 0xF0) if packed else (differ,)
-        self.changed += sum(int(torch.count_nonzero(half)) for half in halves)
+    def metrics(self) -> dict[str, float]:
+        """``sync/changed_code_frac`` (since the last publish) and, on a CPU, ``..._total`` (since the first)."""
+        metrics = {"sync/changed_code_frac": self.changed / self.total if self.total else 0.0}
+        if self.first:
+            metrics["sync/changed_code_frac_total"] = self.changed_since_first / self.total
+        return metrics
 
-    @property
-    def fraction(self) -> float:
-        """Changed codes over all codes; 0 at the first publish and for an unquantized model."""
-        return self.changed / self.total if self.total else 0.0
+
+def _differing(before: Tensor, now: Tensor, packed: bool) -> int:
+    if before is now:
+        return 0
+    differ = now.view(torch.uint8) ^ before.view(torch.uint8)
+    halves = (differ & 0x0F, differ & 0xF0) if packed else (differ,)
+    return sum(int(torch.count_nonzero(half)) for half in halves)

@@ -18,7 +18,9 @@ from .conftest import argv
 
 RUNS = {
     "llama-w4a16-tbpo-zero1-apart": dict(family="llama", scheme="w4a16:g32", objective="tbpo", zero=1),
-    "qwen2-w8a8-grpo-zero2-colocated": dict(family="qwen2", scheme="w8a8", objective="grpo_tis", zero=2, colocated=True),
+    "qwen2-w8a8-grpo-zero2-colocated": dict(  # with a reference model
+        family="qwen2", scheme="w8a8", objective="grpo_tis", zero=2, colocated=True, kl=True
+    ),
     "qwen3-w4a16-tbpo-zero3-colocated": dict(family="qwen3", scheme="w4a16:g32", objective="tbpo", zero=3, colocated=True, tied=True),
     "llama-w8a8-rollout-tbpo-zero2-apart": dict(family="llama", scheme="w8a8:rollout", objective="tbpo", zero=2),
     "qwen2-w4a16-rollout-grpo-zero3-colocated": dict(
@@ -56,6 +58,8 @@ def test_two_steps(name, tiny_model, flags, tmp_path):
     }
     if run["objective"]:
         wanted["objective.name"] = run["objective"]
+    if run.get("kl"):
+        wanted |= {"algo.kl.init_coef": 0.01, "algo.kl.use_loss": True, "algo.kl.estimator": "k3"}
     if name == LOGGED:
         wanted |= {"logger.wandb.key": "0" * 40, "logger.wandb.run_name": "tiny", "logger.tensorboard_dir": str(tmp_path / "tb")}
     train_qarl.main(argv(wanted))
@@ -71,6 +75,9 @@ def test_two_steps(name, tiny_model, flags, tmp_path):
             # r is exactly 1 before the first update: every response is in band
             assert row["objective/in_band_frac_by_update/0"] == 1.0
     quantized = run["scheme"] != "bf16"
+    if run.get("kl"):
+        # the reference is BF16: the quantized policy is away from it before any update
+        assert rows[0]["kl"] > 1e-4
     if quantized:
         assert rows[-1]["sync/changed_code_frac"] > 0
     if not run["scheme"].endswith("rollout"):

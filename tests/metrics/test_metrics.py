@@ -124,11 +124,15 @@ def test_changed_codes_counts_what_differs(scheme):
     old, new = quantize_weight(w, scheme), quantize_weight(moved, scheme)
     watcher = ChangedCodes()
     norm = ("norm.weight", torch.ones(64, dtype=torch.bfloat16))
-    for packed, expected in ((old, 0), (new, count_changed_codes(old, new)[0]), (new, 0)):
+    differ = count_changed_codes(old, new)[0]
+    for packed, changed, in_all in ((old, 0, 0), (new, differ, differ), (new, 0, differ), (old, differ, 0)):
         stream = [(f"layer.{suffix}", t) for suffix, t in packed.tensors().items()] + [norm]
         assert list(watcher.watch(stream)) == stream
-        assert watcher.fraction == expected / w.numel()
-    assert count_changed_codes(old, new)[0] > 0
+        assert watcher.metrics() == {
+            "sync/changed_code_frac": changed / w.numel(),
+            "sync/changed_code_frac_total": in_all / w.numel(),
+        }
+    assert differ > 0
 
 
 def test_a_new_run_in_a_used_directory_starts_a_new_file_and_a_resumed_one_does_not(tmp_path):
