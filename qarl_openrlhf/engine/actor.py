@@ -149,6 +149,9 @@ class QarlRolloutActor(_RolloutActor):
         info: name (of this engine, for messages), group (``GroupInfo`` as a dict), rank_offset, verify, timeout_s.
         """
         self.name, self.timeout_s = info["name"], info["timeout_s"]
+        if self.weights.state is Weights.UPDATING:  # its learner died in an update, this is the next one
+            self.weights.fail(f"{self.weights.reason}, but the learner never finished")
+            await self._clean_up()
         init = {k: info[k] for k in ("group", "rank_offset", "verify")}
         request = WeightTransferInitRequest({**init, "address": ray.util.get_node_ip_address()})
         await self._step(self.llm.init_weight_transfer_engine(request))

@@ -7,6 +7,9 @@ def register() -> None:
     from vllm.model_executor.layers import quantization
 
     from qarl_openrlhf.engine.cpu_method import METHOD, QarlConfig
+    from qarl_openrlhf.patches import vllm as patch
+
+    patch.apply()
 
     if METHOD not in quantization.QUANTIZATION_METHODS:
         quantization.register_quantization_config(METHOD)(QarlConfig)

@@ -240,6 +240,40 @@ def test_an_engine_that_hangs_ends_the_publish_at_its_deadline(qwen3):
     assert_heals(qwen3)
 
 
+@pytest.mark.parametrize("moment", [pytest.param("between buckets", marks=pytest.mark.slow), "in a bucket"])
+def test_a_learner_that_dies_leaves_no_half_updated_engine_sampling(qwen3, moment):
+    """Its engines refuse to generate after their time-out at the latest, and the next learner takes them over."""
+    qwen3.publish()
+    qwen3.publisher.close()
+    tensors = list(qwen3.learner.tensors().items())
+
+    @ray.remote(num_cpus=0)
+    class DoomedLearner:
+        def publish(self, engines, version):
+            def some():
+                yield from tensors[:20]
+                if moment == "between buckets":
+                    time.sleep(1000)
+                transport.Sender.broadcast = lambda self, flat: time.sleep(1000)  # engines wait for bytes
+                yield from tensors[20:]
+
+            Publisher(engines, bucket_mb=0.02, timeout_s=6).publish(some(), version)
+
+    doomed = DoomedLearner.remote()
+    doomed.publish.remote(qwen3.engines, qwen3.version + 1)
+    until = time.monotonic() + 60
+    while any(state["state"] != "UPDATING" for state in qwen3.states()) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(1)
+    ray.kill(doomed)
+    started = time.monotonic()
+    for engine in qwen3.engines:
+        assert isinstance(refusal(engine.generate.remote([5, 6], SamplingParams(max_tokens=2))), EngineNotReady)
+    assert time.monotonic() - started < 15
+    qwen3.publisher = Publisher(qwen3.engines, bucket_mb=0.1, timeout_s=40, verify="readback")
+    assert_heals(qwen3)
+
+
 def test_a_worker_process_that_dies_ends_the_publish(qwen2):
     qwen2.publish()
     process = psutil.Process(tiny.process_id(qwen2.engines[0]))
