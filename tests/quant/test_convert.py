@@ -1,5 +1,7 @@
 """convert_model on the three families, and what is published."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from qarl_openrlhf.quant import QuantError, QuantScheme, quantize_weight
@@ -126,3 +128,21 @@ def test_save_pretrained_saves_the_bf16_model(tmp_path):
     assert type(loaded.model.layers[0].mlp.up_proj) is nn.Linear
     for (n, p), (_, q) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(p, q), n
+
+
+def test_what_the_cache_holds_is_not_gathered():
+    """Under ZeRO-3 a gather is a collective: the push after a forward needs it only for unquantized parameters."""
+    model, gathered = tiny(), []
+    convert_model(model, parse("w4a16"))
+
+    @contextmanager
+    def gather(parameters):
+        gathered.extend(parameters)
+        yield
+
+    plain = [p for n, p in model.named_parameters() if "_proj" not in n]
+    list(published_tensors(model, parse("w4a16"), gather=gather))
+    assert len(gathered) == len(list(model.parameters()))
+    gathered.clear()
+    list(published_tensors(model, parse("w4a16"), gather=gather))
+    assert [id(p) for p in gathered] == [id(p) for p in plain]
