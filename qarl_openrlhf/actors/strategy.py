@@ -5,6 +5,7 @@ from openrlhf.models import Actor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 
 from qarl_openrlhf.actors.quant_actor import QuantActor
+from qarl_openrlhf.patches.rotary import restore_frequencies
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 
@@ -20,7 +21,15 @@ class QarlStrategy(DeepspeedStrategy):
             quant = self.args.quant
             report = QuantActor.convert(model, QuantScheme.parse(quant.scheme), cache=quant.cache)
             self.print(report.table())
-        return super()._ds_init_train_model(model, cfg)
+        trained, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
+        restore_frequencies(trained)
+        return trained, optimizer, scheduler
+
+    def _ds_init_eval_model(self, model):
+        model = super()._ds_init_eval_model(model)
+        if model:
+            restore_frequencies(model)
+        return model
 
     def get_ds_train_config(self, optim_dict: dict | None = None, *, max_norm: float | None = None) -> dict:
         config = super().get_ds_train_config(optim_dict, max_norm=max_norm)

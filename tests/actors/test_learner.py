@@ -115,3 +115,18 @@ def test_openrlhf_own_loss_still_trains(make_learner, rollout):
     fill(learner, rollout())
     metrics = learner.ppo_train(0.0)
     assert metrics["policy/updates"] == 2 and "ppo_clip_ratio" in metrics
+
+
+def test_zero_stages_compute_the_same_function(make_learner, rollout):
+    """ZeRO-3 loads a model under ``zero.Init``, which would round the rotary frequencies to BF16."""
+    log_probs = {}
+    for zero in (2, 3):
+        learner = make_learner("qwen3", ds__zero_stage=zero)
+        rotary = [m.inv_freq for m in learner.actor.network.modules() if hasattr(m, "inv_freq")]
+        assert rotary and all(frequencies.dtype == torch.float32 for frequencies in rotary)
+        learner.actor.eval()
+        ids = torch.arange(4, 404).remainder(500)[None]
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            log_probs[zero] = learner.actor(ids, mask[:, 1:], mask)
+    assert torch.equal(log_probs[2], log_probs[3])
