@@ -19,17 +19,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
+from random import Random
 from typing import Iterator
 
 from qarl_openrlhf.data.files import atomic_file
 
 STYLES = ("question", "equation")
-# Worked examples come from a stream of their own (reasoning-gym seeds problem i with seed + i), not from the prompts' seed:
-# how many problems a small model solves depends on the examples, and two seeds of one run should start alike.
-SHOT_SEED = 1 << 30
-# Problems tried for each one wanted before a filter that lets nothing through is called an error.
+CHUNK = 1024  # problems of one reasoning-gym data set: some tasks prepare all of theirs at once
+# Problems in a row that may be filtered out, or be repeats of worked examples, before that is an error.
 TRIES_PER_PROBLEM = 1000
 
 
@@ -61,31 +60,35 @@ def expression(entry: dict) -> str:
         ) from None
 
 
-def problems(task: str, config: dict, seed: int, exclude: str | None) -> Iterator[dict]:
+def problems(task: str, config: dict, seed: int | str, exclude: str | None) -> Iterator[dict]:
     """Endless entries of a task, without those whose question contains `exclude`. DataError when nothing passes."""
-    dataset = make_task(task, config, seed, size=2**31 - 1)
     rejected = 0
-    for index in range(len(dataset)):
-        entry = dataset[index]
-        if exclude and exclude in entry["question"]:
-            rejected += 1
-            if rejected > TRIES_PER_PROBLEM:
-                raise DataError(f"{rejected} problems of '{task}' in a row contain '{exclude}': the filter leaves nothing")
-            continue
-        rejected = 0
-        yield entry
+    for chunk in count():
+        # reasoning-gym seeds problem i with seed + i: neighbouring seeds would give one stream, shifted by one.
+        dataset = make_task(task, config, seed=Random(f"{seed}/{chunk}").getrandbits(30), size=CHUNK)
+        for entry in dataset:
+            if exclude and exclude in entry["question"]:
+                rejected += 1
+                if rejected > TRIES_PER_PROBLEM:
+                    raise DataError(f"{rejected} problems of '{task}' in a row contain '{exclude}': the filter leaves nothing")
+                continue
+            rejected = 0
+            yield entry
 
 
 def worked_examples(task: str, config: dict, shots: int, *, shot_seed: int = 0, exclude: str | None = None) -> list[dict]:
-    """`shots` entries with different questions, always the same for the same arguments."""
+    """`shots` entries with different questions, from a stream of their own and not from the prompts' seed: how many problems a
+    small model solves depends on its examples, and two seeds of a run should start alike."""
     chosen: dict[str, dict] = {}
-    if shots:
-        for entry in islice(problems(task, config, SHOT_SEED + shot_seed * TRIES_PER_PROBLEM, exclude), shots * TRIES_PER_PROBLEM):
-            chosen.setdefault(entry["question"], entry)
-            if len(chosen) == shots:
-                return list(chosen.values())
-        raise DataError(f"task '{task}' has only {len(chosen)} different problems under {config}, {shots} shots were asked for")
-    return []
+    stream = problems(task, config, f"shots {shot_seed}", exclude) if shots else iter(())
+    repeated = 0
+    while len(chosen) < shots:
+        entry = next(stream)
+        repeated = repeated + 1 if entry["question"] in chosen else 0
+        if repeated > TRIES_PER_PROBLEM:
+            raise DataError(f"task '{task}' has only {len(chosen)} different problems under {config}, {shots} shots were asked for")
+        chosen.setdefault(entry["question"], entry)
+    return list(chosen.values())
 
 
 def render(entry: dict, shots: list[dict], style: str) -> str:
