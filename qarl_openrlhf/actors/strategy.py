@@ -1,5 +1,7 @@
 """OpenRLHF's DeepSpeed strategy, with the policy quantized before DeepSpeed sees it."""
 
+from types import SimpleNamespace
+
 import torch
 from openrlhf.models import Actor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
@@ -43,6 +45,12 @@ class QarlStrategy(DeepspeedStrategy):
         super().optimizer_step(optimizer, model, scheduler, name=name, **kwargs)
         if isinstance(model, QuantActor):
             model.weights_changed()
+
+    def print(self, *message) -> None:
+        """OpenRLHF prints all arguments and every model; those are in run.json and in the model's config."""
+        shown = [m for m in message if not isinstance(m, (SimpleNamespace, torch.nn.Module))]
+        if shown or not message:
+            super().print(*shown)
 
     def load_ckpt(self, model, *args, **kwargs):
         loaded = super().load_ckpt(model, *args, **kwargs)

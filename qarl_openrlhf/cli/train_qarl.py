@@ -3,6 +3,7 @@
 Every flag of OpenRLHF 0.11.2's ``train_ppo_ray`` works here; ``--help`` shows them with ours.
 """
 
+import os
 import sys
 import threading
 
@@ -22,6 +23,8 @@ def main(argv: list[str] | None = None) -> None:
 
         print(describe(args, resources))
         return
+    # vLLM's own logger would fill the terminal; --ray.log_to_driver shows everything.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if args.ray.log_to_driver else "ERROR")
     environment = runtime.set_environment(args.device)
     run(args, resources, environment)
 
@@ -57,7 +60,7 @@ def run(args, resources, environment: dict[str, str]) -> None:
     from qarl_openrlhf import patches
 
     patches.apply()
-    runtime.start_ray(args.device, resources, environment, log_to_driver=getattr(args.ray, "log_to_driver"))
+    runtime.start_ray(args.device, resources, environment, log_to_driver=args.ray.log_to_driver)
     from qarl_openrlhf.actors.install import install
     from qarl_openrlhf.actors.policy import quantized_directory
     from qarl_openrlhf.cli.dry_run import flatten
