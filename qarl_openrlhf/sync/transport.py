@@ -51,7 +51,10 @@ def _from_rank_zero() -> dist.BroadcastOptions:
 
 
 def join(info: GroupInfo, rank: int, address: str | None = None) -> ProcessGroupGloo:
-    """Join as receiver ``rank`` (>= 1); blocks until all ranks are there, RuntimeError after ``info.timeout_s``."""
+    """Join as ``rank``; blocks until all are there. RuntimeError after ``info.timeout_s`` or when the sender closes.
+
+    address: of this host's interface that the others can reach.
+    """
     timeout = timedelta(seconds=info.timeout_s)
     store = dist.TCPStore(info.host, info.port, None, False, timeout=timeout, wait_for_workers=False)
     return _group(dist.PrefixStore("qarl", store), rank, info, address)
@@ -68,7 +71,7 @@ class Sender:
     def __init__(self, host: str, world_size: int, timeout_s: float):
         timeout = timedelta(seconds=timeout_s)
         # Port 0: the store binds a free port itself, so nobody can take it in between.
-        self.store = dist.TCPStore(host, 0, None, True, timeout=timeout, wait_for_workers=False)
+        self.store: dist.TCPStore | None = dist.TCPStore(host, 0, None, True, timeout=timeout, wait_for_workers=False)
         self.info = GroupInfo(host, self.store.port, world_size, timeout_s)
         self.group: ProcessGroupGloo | None = None
         self.work: dist.Work | None = None
@@ -79,7 +82,7 @@ class Sender:
 
         def form():
             try:
-                self.group = _group(dist.PrefixStore("qarl", self.store), 0, self.info, self.info.host)
+                self.group = join(self.info, 0, self.info.host)
                 joined.set_result(None)
             except Exception as error:
                 joined.set_exception(error)
@@ -93,11 +96,12 @@ class Sender:
         return self.work
 
     def close(self) -> None:
-        """Drop the group without waiting for a send that a dead peer holds up.
+        """Drop the store and the group; ranks that still wait for the group to form fail at once. Does not block.
 
         gloo cannot cancel a send, and its destructor waits for it: a daemon thread keeps the group until the send has
         failed or timed out.
         """
+        self.store = None
         group, self.group, work, self.work = self.group, None, self.work, None
         if group is None or work is None or work.is_completed():
             return

@@ -63,6 +63,16 @@ def test_a_layer_that_does_not_fit_is_named_when_the_engine_is_built():
         method.create_weights(layer, 192, [128], 192, 128, None, weight_loader=None)
 
 
+def test_mixture_of_experts_is_refused_by_layer_name():
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    from qarl_openrlhf.engine.cpu_method import QarlConfig
+
+    experts = RoutedExperts.__new__(RoutedExperts)
+    with pytest.raises(NotImplementedError, match="model.layers.3.mlp.experts"):
+        QarlConfig(QuantScheme.parse("w4a16")).get_quant_method(experts, "model.layers.3.mlp.experts")
+
+
 def test_states():
     async def check():
         state = WeightState()

@@ -86,3 +86,21 @@ def test_a_group_that_never_completes_fails_after_its_time_out():
     joined = sender.connect()
     with pytest.raises(Exception, match="(?i)time"):
         joined.result(20)
+
+
+def test_closing_frees_ranks_that_wait_for_a_missing_one():
+    sender = transport.Sender(HOST, 3, 60)
+    failed = threading.Event()
+
+    def wait():
+        try:
+            transport.join(sender.info, 1, HOST)
+        except RuntimeError:
+            failed.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    joined = sender.connect()
+    time.sleep(0.5)
+    sender.close()
+    assert failed.wait(10)
+    assert joined.exception(10) is not None
