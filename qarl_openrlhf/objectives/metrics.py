@@ -54,7 +54,7 @@ def batch_sums(batch: Batch, units: Units, surrogate: Surrogate, weight: Mismatc
         "objective/ppo_kl": (-total(batch.log_ratio), n_tokens),
         "is/mean": (total(w), n_w),
         "is/mean_sq": (total(w * w), n_w),
-        "is/clip_frac": (total(weight.clipped & w_valid), n_w),
+        "is/clip_frac": (total(weight.clipped), n_w),
         "is/reject_frac": (total(rejected), n_responses),
     }
 

@@ -42,7 +42,6 @@ class MismatchWeight:
         return replace(self, values=values, clipped=self.clipped | (values != self.values))
 
 
-@torch.no_grad()
 def mismatch_weight(
     batch: Batch, kind: str, cap: float, *, statistic: str = "geometric", low: float = 0.0, high: float = 2.0
 ) -> MismatchWeight:

@@ -7,12 +7,15 @@ import torch
 from objective_reference import make_batch
 
 from qarl_openrlhf.objectives import (
+    Objective,
     ObjectiveError,
+    Surrogate,
     add_sums,
     band_warning,
     build_objective,
     list_objectives,
     metrics_from_sums,
+    objective,
 )
 
 ALL = [(name, weight) for name in list_objectives() for weight in ("none", "token", "seq", "mis")]
@@ -72,13 +75,14 @@ def test_drop_does_not_depend_on_the_split_either(name):
     assert total == kept
     gradients = [run(objective, *part, dp_size=8, global_kept=total)[1] / 8 for part in parts]
     torch.testing.assert_close(torch.cat(gradients), expected, rtol=1e-5, atol=1e-8)
-    with pytest.raises(ObjectiveError, match="global_kept"):
-        objective(*parts[0], dp_size=8, batch_num_tokens=50, global_batch_size=14)
+    for counts in ({"batch_num_tokens": 50, "global_batch_size": 14}, {"dp_size": 2}):
+        with pytest.raises(ObjectiveError, match="global_kept"):
+            objective(*parts[0], **counts)
 
 
 def test_drop_takes_out_of_band_responses_from_the_denominator():
-    """Four responses, two of them outside TBPO's bands and one with A < 0 above GSPO's, where GSPO still pushes."""
-    log_ratio = torch.tensor([[0.0], [1e-2], [1e-2], [0.0]])
+    """Two of four responses are above the band. GSPO still pushes on the one with A < 0; clipped tokens stay counted."""
+    log_ratio = torch.tensor([[0.0], [0.3], [0.3], [0.0]])
     args = (log_ratio, torch.zeros(4, 1), torch.zeros(4, 1), torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.ones(4, 1))
     assert build_objective("tbpo").count_kept(*args) == 2
     assert build_objective("gspo").count_kept(*args) == 3
@@ -86,6 +90,17 @@ def test_drop_takes_out_of_band_responses_from_the_denominator():
     assert build_objective("positive_grpo").count_kept(*args) == 2
     _, gradient = run(build_objective("tbpo", drop=True), *args, batch_num_tokens=4, global_batch_size=4)
     torch.testing.assert_close(gradient, torch.tensor([[-0.5], [0.0], [0.0], [0.5]]))
+
+
+def test_one_response_accumulated_over_four_micro_batches():
+    """OpenRLHF's counts are divided by the accumulation steps, so they may be below 1."""
+    x, ones = torch.zeros(1, 1), torch.ones(1, 1)
+    for name in list_objectives():
+        objective = build_objective(name)
+        expected = 4 * objective(x + 0.01, x, x, ones, ones).loss
+        torch.testing.assert_close(
+            objective(x + 0.01, x, x, ones, ones, batch_num_tokens=0.25, global_batch_size=0.25).loss, expected
+        )
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------------
@@ -106,6 +121,18 @@ def test_masked_positions_and_empty_rows_count_nowhere(name, weight, batch):
     result, gradient = run(objective, *padded[:3], torch.nn.functional.pad(advantages, (0, 2)), padded[3])
     torch.testing.assert_close(gradient[:-2, 3:-5], expected, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(result.metrics, clean.metrics, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", ["token", "response"])
+def test_empty_rows_count_nowhere_even_if_the_surrogate_is_not_zero_there(level, batch):
+    """A user's surrogate need not vanish where A = 0."""
+
+    @objective(level=level, mean="responses", is_weight="none")
+    def ratio_alone(units):
+        return Surrogate(units.ratio)
+
+    log_probs, old, rollout, advantages, mask = batch
+    assert Objective(ratio_alone)(old, old, rollout, advantages, mask).loss == -1
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])

@@ -102,7 +102,7 @@ def test_regions_are_reported_as_fractions_that_add_up():
 @pytest.mark.parametrize("name", list_objectives())
 def test_nothing_is_clipped_on_the_first_mini_batch(name, weight, batch):
     _, old, rollout, advantages, mask = batch
-    result = build_objective(name, is_weight=weight)(old.clone(), old, rollout, advantages, mask)
+    result = build_objective(name, is_weight=weight)(old.clone().requires_grad_(), old, rollout, advantages, mask)
     metrics = result.metrics
     assert metrics["objective/in_band_frac"] == 1 and metrics["objective/ratio_mean"] == 1
     assert metrics["objective/in_band_frac_pos"] == 1 and metrics["objective/in_band_frac_neg"] == 1

@@ -48,6 +48,19 @@ def test_mis_statistics_tell_responses_apart(statistic, kept):
     assert (weight > 0).all(-1).tolist() == kept
 
 
+def test_mis_weight_is_capped_below_a_higher_upper_end():
+    weight = weights_by_token(torch.full((1, 2), math.log(3.0)), is_weight="mis", is_high=4.0)
+    torch.testing.assert_close(weight, torch.full((1, 2), 2.0))
+
+
+def test_worst_token_does_not_read_the_padding():
+    """Padding would be a ratio of 1, below this band."""
+    delta, mask = torch.full((1, 3), math.log(1.5)), torch.tensor([[1.0, 1.0, 0.0]])
+    objective = build_objective("mis_grpo", is_statistic="worst_token", is_low=1.2, is_high=3.0)
+    coefficients = objective.token_coefficients(torch.zeros(1, 3), torch.zeros(1, 3), -delta, torch.ones(1), mask)
+    torch.testing.assert_close(coefficients, 1.5 * mask)
+
+
 def test_product_over_16384_tokens_does_not_overflow():
     delta = torch.full((2, 16384), 0.01)
     delta[1] = -0.01
@@ -76,6 +89,12 @@ def test_report(batch):
         torch.testing.assert_close(metrics["is/ess"], w.sum() ** 2 / (len(w) * (w**2).sum()))
         torch.testing.assert_close(metrics["is/clip_frac"], (delta > math.log(2)).float().mean())
         assert metrics["is/reject_frac"] == 0
+
+    w = ((old - rollout) * mask).sum(-1)[mask.any(-1)] / mask.sum(-1)[mask.any(-1)]
+    w = w.clamp(-math.log(2), math.log(2)).exp()
+    by_response = build_objective("grpo_tis", is_weight="seq")(*batch).metrics  # tokens, weighted by response
+    torch.testing.assert_close(by_response["is/mean"], w.mean())
+    torch.testing.assert_close(by_response["is/ess"], w.sum() ** 2 / (len(w) * (w**2).sum()))
 
     rejecting = build_objective("tbpo", is_weight="mis", is_low=0.9, is_high=1.1)(*batch).metrics
     mean = ((old - rollout) * mask).sum(-1) / mask.sum(-1)
