@@ -81,7 +81,7 @@ def test_drop_does_not_depend_on_the_split_either(name):
 
 
 def test_drop_takes_out_of_band_responses_from_the_denominator():
-    """Two of four responses are above the band. GSPO still pushes on the one with A < 0; clipped tokens stay counted."""
+    """Two of four responses are above the band; GSPO still pushes on the one with A < 0; clipped tokens stay in."""
     log_ratio = torch.tensor([[0.0], [0.3], [0.3], [0.0]])
     args = (log_ratio, torch.zeros(4, 1), torch.zeros(4, 1), torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.ones(4, 1))
     assert build_objective("tbpo").count_kept(*args) == 2
