@@ -3,8 +3,8 @@
     int8   scale = amax / 127                      code = round_half_even(x * (127 / amax))
     fp8    scale = max(amax / 448, 1 / (448*512))  code = e4m3(x / scale), saturating
 
-The fp8 quotient must round as a division does: a plain reciprocal would move ties. Bound by memory, 3 bytes a value: rows up
-to ROW stay in registers, longer ones are read a second time from the cache.
+The fp8 quotient must round as a division does: a plain reciprocal would move ties. Bound by memory: one read of the
+row, which stays in registers, 3 bytes of traffic a value.
 """
 
 import torch
@@ -13,16 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_openrlhf.kernels.library import op
+from qarl_openrlhf.kernels.quantize_pack import row_launch
 from qarl_openrlhf.kernels.rounding import MAGIC, absmax, divide_bf16, larger, to_e4m3, widen
 
 
-ROW = 4096
-
-
 @triton.jit
-def _load(x, at, mask):
-    value = tl.load(x + at, mask=mask, other=0.0)
-    return widen(value) if x.dtype.element_ty == tl.bfloat16 else value.to(tl.float32)
+def _float(x):
+    return widen(x) if x.dtype == tl.bfloat16 else x.to(tl.float32)
 
 
 @triton.jit
@@ -49,29 +46,21 @@ def _codes(value, factor, FP8: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit
-def _kernel(
-    x, codes, scales, rows, stride, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)[None, :]
-    bf16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    if K <= BLOCK:
-        inside = (row < rows)[:, None] & (column < K)
-        value = _load(x, row[:, None] * stride + column, inside)
-        scale, factor = _scales(absmax(value, 1), FP8)
-        tl.store(codes + row[:, None] * K + column, _codes(value, factor[:, None], FP8, bf16), mask=inside)
-    else:
-        largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for start in range(0, K, BLOCK):
-            inside = (row < rows)[:, None] & (start + column < K)
-            largest = larger(largest, tl.abs(_load(x, row[:, None] * stride + start + column, inside)))
-        scale, factor = _scales(absmax(largest, 1), FP8)
-        for start in range(0, K, BLOCK):
-            inside = (row < rows)[:, None] & (start + column < K)
-            value = _load(x, row[:, None] * stride + start + column, inside)
-            code = _codes(value, factor[:, None], FP8, bf16)
-            tl.store(codes + row[:, None] * K + start + column, code, mask=inside)
-    tl.store(scales + row, scale, mask=row < rows)
+def _kernel(x, codes, scales, stride, K: tl.constexpr, CHUNK: tl.constexpr, FP8: tl.constexpr):
+    """One row, held in registers as a tuple of chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, CHUNK)
+    chunks = ()
+    largest = tl.zeros((CHUNK,), dtype=tl.float32)
+    for start in tl.static_range(0, K, CHUNK):
+        value = tl.load(x + row * stride + start + column, mask=start + column < K, other=0.0)
+        largest = larger(largest, tl.abs(_float(value)))
+        chunks = chunks + (value,)
+    scale, factor = _scales(absmax(largest, 0), FP8)
+    tl.store(scales + row, scale)
+    for i in tl.static_range(len(chunks)):
+        code = _codes(_float(chunks[i]), factor, FP8, x.dtype.element_ty == tl.bfloat16)
+        tl.store(codes + row * K + i * CHUNK + column, code, mask=i * CHUNK + column < K)
 
 
 def _outputs(x: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
@@ -88,12 +77,7 @@ def act_quant(x: Tensor, fp8: bool):
         rows = x.reshape(-1, k)
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
-        block = min(triton.next_power_of_2(k), ROW)
-        per_program = max(1, 2048 // block)
-        warps = min(max(block * per_program // 1024, 1), 16)
-        grid = (triton.cdiv(rows.shape[0], per_program),)
-        _kernel[grid](
-            rows, codes.view(torch.uint8) if fp8 else codes, scales, rows.shape[0], rows.stride(0), k, block, per_program,
-            fp8, num_warps=warps,
-        )  # fmt: skip
+        chunk, warps = row_launch(k)
+        stored = codes.view(torch.uint8) if fp8 else codes
+        _kernel[(rows.shape[0],)](rows, stored, scales, rows.stride(0), k, chunk, fp8, num_warps=warps)
     return codes, scales

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qarl_openrlhf.kernels.library import op
 from qarl_openrlhf.kernels.quantize_pack import engine_channel, engine_group
-from qarl_openrlhf.kernels.rounding import absmax, narrow, to_e4m3, widen
+from qarl_openrlhf.kernels.rounding import absmax, narrow, round_e4m3, to_e4m3, widen
 
 _WORDS = 1024  # int32 words (8 weights each) to a program
 
@@ -62,13 +62,15 @@ def _w4a8_kernel(
     group = row * GROUPS + index
     fine = engine_group(widen(tl.load(scales + group, mask=inside, other=0.0)), channel)
     words = tl.load(packed + group[:, None] * 16 + tl.arange(0, 16)[None, :], mask=inside[:, None], other=0)
-    code, operand = to_e4m3(unpack_int4(words) * fine[:, None, None])
+    product = unpack_int4(words) * fine[:, None, None]
     at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     if OPERAND:
+        code, _ = to_e4m3(product)
         tl.store(out + at, tl.reshape(code, TILE, 128), mask=inside[:, None])
         tl.store(channels + row, channel * 8.0)
     else:
-        tl.store(out + at, narrow(tl.reshape(operand * (channel * 8.0), TILE, 128)), mask=inside[:, None])
+        value = round_e4m3(product) * (channel * 8.0)
+        tl.store(out + at, narrow(tl.reshape(value, TILE, 128)), mask=inside[:, None])
 
 
 @triton.jit

@@ -1,38 +1,83 @@
-"""The one place that chooses an implementation: torch reference now, faster kernels beside it later.
+"""The one place that chooses an implementation: torch reference on a CPU, Triton kernels and the library on a CUDA card.
 
 Learner and engine call these functions, so both always run the same arithmetic. Imports nothing of Ray, vLLM or
 OpenRLHF. ``packed`` is a :class:`qarl_openrlhf.quant.packing.PackedWeight`.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from qarl_openrlhf.kernels import product, reference
 
+KERNELS = ("auto", "triton", "torch")
+_kernel = "auto"
 
-def quantize_int4(w: Tensor, group_size: int, *, engine_grid: bool = False) -> tuple[Tensor, Tensor]:
-    """``[..., N, K]`` -> (packed int32 ``[..., N, K/8]``, scale ``[..., N, K/G]``).
 
-    engine_grid: move the scales onto vLLM's W4A8 grid before the codes are computed.
+def set_kernel(name: str) -> None:
+    """``--quant.kernel``: ``auto`` (our kernels where they win, else the library's), ``triton`` (ours wherever there is
+    one), ``torch`` (the references, for comparison; slow on a card). ValueError for another name."""
+    global _kernel
+    if name not in KERNELS:
+        raise ValueError(f"--quant.kernel {name} is unknown: use one of {', '.join(KERNELS)}")
+    _kernel = name
+
+
+def kernel_calls() -> dict[str, int]:
+    """How often each kernel ran in this process; empty where Triton was never used."""
+    return dict(_card().calls) if _card.cache_info().currsize else {}
+
+
+def kernel_choices() -> str:
+    """What was chosen for each shape so far, and why; empty where Triton was never used."""
+    return _card().choices_table() if _card.cache_info().currsize else ""
+
+
+@cache
+def _card():
+    """The CUDA implementation; imported on first use, as a CPU installation need not have Triton."""
+    from qarl_openrlhf.kernels import cuda
+
+    return cuda
+
+
+def _on_card(*tensors: Tensor) -> bool:
+    """Whether these BF16 tensors go to the kernels. Other dtypes (FP16 ablations, FP32 tests) run the references."""
+    if _kernel == "torch" or any(t.dtype != torch.bfloat16 for t in tensors):
+        return False
+    if tensors[0].is_cuda:
+        return True
+    if _kernel == "triton" and not _card().INTERPRETED:
+        raise ValueError("--quant.kernel triton needs a CUDA device: use auto or torch on a CPU")
+    return _kernel == "triton"
+
+
+def quantize(
+    w: Tensor, weight_format: str, group_size: int | None = None, *, engine_grid: bool = False, copy: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``[..., N, K]`` -> (codes, scale, copy).
+
+    weight_format int4: codes packed to int32 ``[..., N, K/8]``, scale ``[..., N, K/G]``; engine_grid moves the scales onto
+    vLLM's W4A8 grid before the codes are computed. int8, fp8: codes ``[..., N, K]``, scale ``[..., N, 1]``. copy: also the
+    effective weight, where one pass makes both (on a card); None elsewhere.
     """
+    if _on_card(w):
+        return _card().quantize(w, weight_format, group_size, engine_grid, copy)
+    if weight_format == "int8":
+        return *reference.quantize_int8(w), None
+    if weight_format == "fp8":
+        return *reference.quantize_fp8(w), None
     if not engine_grid:
-        return reference.quantize_int4(w, group_size)
+        return *reference.quantize_int4(w, group_size), None
     scale = reference.w4a8_round_scales(reference.weight_scale(reference.absmax(w, group_size), 7.5))
-    return reference.quantize_int4_with_scale(w, scale), scale
-
-
-def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
-    """``[..., N, K]`` -> (int8 ``[..., N, K]``, scale ``[..., N, 1]``)."""
-    return reference.quantize_int8(w)
-
-
-def quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
-    """``[..., N, K]`` -> (float8_e4m3fn ``[..., N, K]``, scale ``[..., N, 1]``)."""
-    return reference.quantize_fp8(w)
+    return reference.quantize_int4_with_scale(w, scale), scale, None
 
 
 def dequantize(packed, dtype: torch.dtype) -> Tensor:
     """Effective weight ``[..., N, K]`` in ``dtype``."""
+    if dtype == torch.bfloat16 and _on_card(packed.weight_scale):
+        return _card().dequantize(packed)
     if packed.scheme.name == "w4a8":
         codes, channel = reference.w4a8_codes(packed.weight_packed, packed.weight_scale)
         return reference.scale_codes(codes, channel, dtype)
@@ -42,6 +87,8 @@ def dequantize(packed, dtype: torch.dtype) -> Tensor:
 
 def act_quant(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """Quantize activations per token: ``[..., K]`` -> (codes ``[..., K]``, float32 scale ``[..., 1]``); fmt int8 or fp8."""
+    if _on_card(x):
+        return _card().act_quant(x, fmt == "fp8")
     return {"int8": reference.quantize_act_int8, "fp8": reference.quantize_act_fp8}[fmt](x)
 
 
@@ -61,6 +108,8 @@ def weight_operand(packed, dtype: torch.dtype) -> Tensor:
     BF16 activations: the effective weight ``[N, K]``, as the plain product wants it. 8-bit activations: the weight's
     *codes* ``[N, K]`` (not scaled), in float32 on a CPU.
     """
+    if dtype == torch.bfloat16 and _on_card(packed.weight_scale):
+        return _card().operand(packed)
     if packed.scheme.activation_format == "bf16":
         return product.operand(dequantize(packed, dtype), dtype)
     codes = packed.weight
@@ -75,6 +124,8 @@ def quantized_linear(x: Tensor, packed, operand: Tensor | None, bias: Tensor | N
     operand: :func:`weight_operand` of ``packed`` if it is at hand, else None (for 8-bit activations it holds codes,
     NOT the dequantized weight).
     """
+    if _on_card(x, packed.weight_scale):
+        return _card().quantized_linear(x, packed, operand, bias, own=_kernel == "triton")
     if operand is None:
         operand = weight_operand(packed, x.dtype)
     if scheme.activation_format == "bf16":

@@ -59,7 +59,7 @@ def backward(
         dy_rows = dy_rows.float()  # converted once for both products
     dx = matmul(dy_rows, w, x.dtype).view_as(x) if needs[0] else None
     dw = matmul(dy_rows.t(), x_rows, weight_dtype) if needs[1] else None
-    db = dy_rows.float().sum(0).to(weight_dtype) if needs[2] else None
+    db = dy_rows.sum(0, dtype=torch.float32).to(weight_dtype) if needs[2] else None
     return dx, dw, db
 
 

@@ -4,7 +4,7 @@ Byte-equal with :mod:`qarl_openrlhf.kernels.reference`. Bound by memory: with G 
 0.52 written (int4), 1 written (int8, fp8), and 2 more for the copy.
 
 Groups are contiguous in a contiguous weight, so the int4 kernel sees [groups, G] and no rows. Per-channel formats and
-W4A8 (whose group scales depend on the row's largest) take whole rows; rows longer than ROW are read twice.
+W4A8 (whose group scales depend on the row's largest) hold whole rows in registers.
 """
 
 import torch
@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_openrlhf.kernels.library import op
-from qarl_openrlhf.kernels.rounding import MAGIC, absmax, larger, narrow, quotient, to_e4m3, weight_scale, widen
+from qarl_openrlhf.kernels.rounding import MAGIC, absmax, larger, narrow, quotient, round_e4m3, to_e4m3, weight_scale, widen
 
 SHIFT = tl.constexpr(MAGIC.value + 8.0)
-ROW = 4096  # weights of a row that a program keeps in registers
+MAX_ROW = 32768
 SHIFT_WORD = tl.constexpr(sum(0x4B400000 << 4 * j for j in range(8)) % 2**32)
 
 
@@ -64,38 +64,24 @@ def _row8(q, scale, FP8: tl.constexpr):
 
 
 @triton.jit
-def _row8_kernel(
-    w, codes, scales, copy, rows, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr,
-    COPY: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)[None, :]
-    reciprocal: tl.constexpr = 1.0 / (448.0 if FP8 else 127.5)
-    if K <= BLOCK:
-        inside = (row < rows)[:, None] & (column < K)
-        at = row[:, None] * K + column
-        x = widen(tl.load(w + at, mask=inside, other=0.0))
-        scale = weight_scale(absmax(x, 1), reciprocal)
-        code, value = _row8(quotient(x, scale[:, None]), scale[:, None], FP8)
-        tl.store(codes + at, code, mask=inside)
+def _row8_kernel(w, codes, scales, copy, K: tl.constexpr, CHUNK: tl.constexpr, FP8: tl.constexpr, COPY: tl.constexpr):
+    """One row, held in registers as a tuple of chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, CHUNK)
+    chunks = ()
+    largest = tl.zeros((CHUNK,), dtype=tl.float32)
+    for start in tl.static_range(0, K, CHUNK):
+        x = tl.load(w + row * K + start + column, mask=start + column < K, other=0.0)
+        largest = larger(largest, tl.abs(widen(x)))
+        chunks = chunks + (x,)
+    scale = weight_scale(absmax(largest, 0), 1.0 / (448.0 if FP8 else 127.5))
+    tl.store(scales + row, narrow(scale))
+    for i in tl.static_range(len(chunks)):
+        code, value = _row8(quotient(widen(chunks[i]), scale), scale, FP8)
+        at = row * K + i * CHUNK + column
+        tl.store(codes + at, code, mask=i * CHUNK + column < K)
         if COPY:
-            tl.store(copy + at, value, mask=inside)
-    else:  # the second read of a long row comes from the cache
-        largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for start in range(0, K, BLOCK):
-            inside = (row < rows)[:, None] & (start + column < K)
-            at = row[:, None] * K + start + column
-            largest = larger(largest, tl.abs(widen(tl.load(w + at, mask=inside, other=0.0))))
-        scale = weight_scale(absmax(largest, 1), reciprocal)
-        for start in range(0, K, BLOCK):
-            inside = (row < rows)[:, None] & (start + column < K)
-            at = row[:, None] * K + start + column
-            x = widen(tl.load(w + at, mask=inside, other=0.0))
-            code, value = _row8(quotient(x, scale[:, None]), scale[:, None], FP8)
-            tl.store(codes + at, code, mask=inside)
-            if COPY:
-                tl.store(copy + at, value, mask=inside)
-    tl.store(scales + row, narrow(scale), mask=row < rows)
+            tl.store(copy + at, value, mask=i * CHUNK + column < K)
 
 
 @triton.jit
@@ -107,9 +93,7 @@ def engine_channel(largest):
 @triton.jit
 def engine_group(scale, channel):
     """Its e4m3 group scales, as float32. True divisions: the reciprocal of a 24-bit channel scale would move ties."""
-    _, group = to_e4m3(tl.div_rn(scale, channel + tl.zeros_like(scale)))
-    _, group = to_e4m3(group * 0.125)
-    return group
+    return round_e4m3(round_e4m3(tl.div_rn(scale, channel + tl.zeros_like(scale))) * 0.125)
 
 
 @triton.jit
@@ -119,52 +103,45 @@ def _stored_scale(scale, channel):
 
 
 @triton.jit
-def _group_scales(w, first, group, inside, G: tl.constexpr):
-    """Weights [BLOCK, G] and ordinary int4 scales [BLOCK] of groups of one row."""
-    at = (first + group)[:, None] * G + tl.arange(0, G)[None, :]
-    x = widen(tl.load(w + at, mask=inside[:, None], other=0.0))
-    return x, tl.where(inside, weight_scale(absmax(x, 1), 1.0 / 7.5), 0.0)
-
-
-@triton.jit
-def _store_w4a8(
-    x, scale, largest, group, inside, packed, scales, copy, BLOCK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr
-):
-    channel = engine_channel(largest)
-    stored = _stored_scale(scale, channel)
-    tl.store(scales + group, stored, mask=inside)
-    stored = widen(stored)
-    shifted = shifted_int4(quotient(x, stored[:, None]))
-    packed_at = packed + group[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
-    store_int4(shifted, packed_at, inside[:, None], BLOCK, G)
-    if COPY:  # what the engine makes of the stored scales; their largest comes from the largest scale
-        again = engine_channel(widen(_stored_scale(largest, channel)))
-        _, operand = to_e4m3((shifted - SHIFT) * engine_group(stored, again)[:, None])
-        at = group[:, None] * G + tl.arange(0, G)[None, :]
-        tl.store(copy + at, narrow(operand * (again * 8.0)), mask=inside[:, None])
-
-
-@triton.jit
 def _w4a8_kernel(
-    w, packed, scales, copy, GROUPS: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr
+    w, packed, scales, copy, GROUPS: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr
 ):  # fmt: skip
-    """One row: its scales move onto the engine's grid before the codes are computed."""
+    """One row, in chunks of CHUNK groups: its scales move onto the engine's grid before the codes are computed."""
     first = tl.program_id(0).to(tl.int64) * GROUPS
-    group = tl.arange(0, BLOCK)
-    if GROUPS <= BLOCK:
-        x, scale = _group_scales(w, first, group, group < GROUPS, G)
-        largest = absmax(scale, 0)
-        _store_w4a8(x, scale, largest, first + group, group < GROUPS, packed, scales, copy, BLOCK, G, COPY)
-    else:  # the second read of a long row comes from the cache
-        largest = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(0, GROUPS, BLOCK):
-            _, scale = _group_scales(w, first, start + group, start + group < GROUPS, G)
-            largest = larger(largest, scale)
-        largest = absmax(largest, 0)
-        for start in range(0, GROUPS, BLOCK):
-            inside = start + group < GROUPS
-            x, scale = _group_scales(w, first, start + group, inside, G)
-            _store_w4a8(x, scale, largest, first + start + group, inside, packed, scales, copy, BLOCK, G, COPY)
+    group, column = tl.arange(0, CHUNK), tl.arange(0, G)[None, :]
+    chunks, chunk_scales = (), ()
+    largest = tl.zeros((CHUNK,), dtype=tl.float32)
+    for start in tl.static_range(0, GROUPS, CHUNK):
+        inside = start + group < GROUPS
+        x = tl.load(w + (first + start + group)[:, None] * G + column, mask=inside[:, None], other=0.0)
+        scale = tl.where(inside, weight_scale(absmax(widen(x), 1), 1.0 / 7.5), 0.0)
+        largest = larger(largest, scale)
+        chunks = chunks + (x,)
+        chunk_scales = chunk_scales + (scale,)
+    largest = absmax(largest, 0)
+    channel = engine_channel(largest)
+    # What the engine will make of the stored scales; their largest comes from the largest scale.
+    engines = engine_channel(widen(_stored_scale(largest, channel)))
+    for i in tl.static_range(len(chunks)):
+        inside = i * CHUNK + group < GROUPS
+        at = first + i * CHUNK + group
+        stored = _stored_scale(chunk_scales[i], channel)
+        tl.store(scales + at, stored, mask=inside)
+        stored = widen(stored)
+        shifted = shifted_int4(quotient(widen(chunks[i]), stored[:, None]))
+        packed_at = packed + at[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
+        store_int4(shifted, packed_at, inside[:, None], CHUNK, G)
+        if COPY:
+            operand = round_e4m3((shifted - SHIFT) * engine_group(stored, engines)[:, None])
+            tl.store(copy + at[:, None] * G + column, narrow(operand * (engines * 8.0)), mask=inside[:, None])
+
+
+def row_launch(k: int) -> tuple[int, int]:
+    """(chunk, warps) with which one program holds a row of k values in registers."""
+    if k > MAX_ROW:
+        raise ValueError(f"rows of {k} values do not fit in registers: at most {MAX_ROW} input features")
+    warps = next(w for w, most in ((1, 1024), (2, 2048), (4, 10240), (8, 16384), (16, MAX_ROW)) if k <= most)
+    return 256 * warps, warps  # 8 values, one 16-byte load, a thread and chunk
 
 
 def _contiguous(w: Tensor) -> Tensor:
@@ -207,10 +184,9 @@ def quantize_w4a8(w: Tensor, copy: bool):
     outputs = _w4a8_outputs(w, copy)
     groups = w.shape[-1] // 128
     if w.numel():
-        block = min(triton.next_power_of_2(groups), ROW // 128)
-        warps = max(block // 8, 1)
+        chunk, warps = row_launch(w.shape[-1])
         _w4a8_kernel[(w.numel() // w.shape[-1],)](
-            w, *outputs, groups, block, 128, copy, num_warps=warps
+            w, *outputs, groups, max(chunk // 128, 1), 128, copy, num_warps=warps
         )
     return outputs
 
@@ -228,11 +204,7 @@ def quantize_row8(w: Tensor, fp8: bool, copy: bool):
     codes, scales, dequantized = _row8_outputs(w, fp8, copy)
     k = w.shape[-1]
     if w.numel():
-        rows = w.numel() // k
-        block = min(triton.next_power_of_2(k), ROW)
-        per_program = ROW // block
-        _row8_kernel[(triton.cdiv(rows, per_program),)](
-            w, codes.view(torch.uint8) if fp8 else codes, scales, dequantized, rows, k, block, per_program, fp8, copy,
-            num_warps=4,
-        )  # fmt: skip
+        chunk, warps = row_launch(k)
+        stored = codes.view(torch.uint8) if fp8 else codes
+        _row8_kernel[(w.numel() // k,)](w, stored, scales, dequantized, k, chunk, fp8, copy, num_warps=warps)
     return codes, scales, dequantized

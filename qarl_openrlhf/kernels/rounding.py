@@ -98,8 +98,17 @@ def to_e4m3(x):
 
 
 @triton.jit
+def round_e4m3(x):
+    """float32 value of e4m3fn(x) for float32 x within +-448; the sign of a zero is lost."""
+    bits = x.to(tl.int32, bitcast=True)
+    coarse = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    fine = (x + 24576.0) - 24576.0
+    return tl.where(tl.abs(x) < 0.015625, fine, coarse.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def divide_bf16(x, scale):
-    """x / scale, correctly rounded, for BF16 values x [A, B] and the fp8 scale [A, 1] of such a row.
+    """x / scale, correctly rounded, for BF16 values x [A] and the fp8 scale (a scalar) of such a row.
 
     A reciprocal, a product and one correction, in place of ten instructions: equal to the division for all 128 * 128
     pairs of significands (tested).

@@ -4,8 +4,8 @@ Bound by memory (0.52 byte a weight against BF16's 2) up to about 64 rows. Above
 product are faster, and dispatch does that.
 
 An int32 word becomes eight BF16 weights in registers, two at a time: mask a nibble in each half of the word, set the
-exponent so that it reads 128 + nibble, subtract 136, multiply by the scale (one rounding, as in the reference). The tensor
-cores see W as their left operand, so 16 rows of x fill an instruction.
+exponent so that it reads 128 + nibble, subtract 136, multiply by the scale (one rounding, as in the reference). From
+shared memory the tensor cores then read them as the right operand of a tile of 16, 32 or 64 rows of x.
 
 K is split over several programs if N alone cannot fill the card. The last program of a tile to finish adds the partial sums
 in a fixed order, so results do not depend on timing.
@@ -73,36 +73,41 @@ def _dot(w, x, total):
 
 @triton.jit
 def _kernel(
-    x, packed, scales, y, bias, partial, done, M, N, K: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, WORDS: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, packed, scales, y, bias, partial, done, M, N, row_words, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WORDS: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     column = tile * BN + tl.arange(0, BN)
     row = tl.arange(0, BM)
     word = tl.arange(0, WORDS)
-    inside = (column < N)[:, None]
-    steps: tl.constexpr = K // 8 // WORDS
-    total = tl.zeros((BN, BM), dtype=tl.float32)
-    packed += column[:, None].to(tl.int64) * (K // 8) + word[None, :]
-    scales += column[:, None].to(tl.int64) * (K // G) + word[None, :] // (G // 8)
-    x += row[:, None] * K + tl.arange(0, 8 * WORDS)[None, :]
+    K = 8 * row_words  # passed in words, so that Triton sees that rows of words are 16-byte aligned
+    steps = row_words // WORDS
     first, last = part * steps // SPLIT, (part + 1) * steps // SPLIT
-    scale = tl.load(scales + first * (8 * WORDS) // G, mask=inside, other=0.0)
+    packed += column[:, None].to(tl.int64) * row_words + word[None, :]
+    # Scales of one step: [BN, 1] if a group covers it, else [BN, WORDS] with repeats.
+    column_scales = scales + column[:, None].to(tl.int64) * (K // G)
+    if 8 * WORDS > G:
+        column_scales += word[None, :] // (G // 8)
+    x += row[:, None] * K + tl.arange(0, 8 * WORDS)[None, :]
+    here, there = (column < N)[:, None], (row < M)[:, None]
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    scale = tl.load(column_scales + first * (8 * WORDS) // G, mask=here, other=0.0)
     for step in range(first, last):
         # Two-byte loads cannot be copied ahead asynchronously as the others are: fetch the next step's scales by hand.
-        following = tl.load(scales + tl.minimum(step + 1, last - 1) * (8 * WORDS) // G, mask=inside, other=0.0)
-        words = tl.load(packed + step * WORDS, mask=inside, other=0)
-        rows = tl.load(x + step * (8 * WORDS), mask=(row < M)[:, None], other=0.0)
-        total = _dot(_weights(words, scale, BN, WORDS), rows.T, total)
+        following = tl.load(column_scales + tl.minimum(step + 1, last - 1) * (8 * WORDS) // G, mask=here, other=0.0)
+        words = tl.load(packed + step * WORDS, mask=here, other=0)
+        rows = tl.load(x + step * (8 * WORDS), mask=there, other=0.0)
+        w = _weights(words, tl.broadcast_to(scale, BN, WORDS), BN, WORDS)
+        total = _dot(rows, w.T, total)
         scale = following
-    inside = inside & (row < M)[None, :]
-    at = row[None, :] * N + column[:, None]
+    inside = there & (column < N)[None, :]
+    at = row[:, None] * N + column[None, :]
     if SPLIT > 1:
         tl.store(partial + part * M * N + at, total, mask=inside)
         tl.debug_barrier()  # all of the program's stores come before its arrival
         arrived = tl.atomic_add(done + tile, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
-            total = tl.zeros((BN, BM), dtype=tl.float32)
+            total = tl.zeros((BM, BN), dtype=tl.float32)
             for other in range(SPLIT):
                 total += tl.load(partial + other * M * N + at, mask=inside, other=0.0, cache_modifier=".cg")
             _finish(total, y + at, inside, bias, column, N, HAS_BIAS)
@@ -114,16 +119,15 @@ def _kernel(
 @triton.jit
 def _finish(total, at, inside, bias, column, N, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
-        total += widen(tl.load(bias + column, mask=column < N, other=0.0))[:, None]
+        total += widen(tl.load(bias + column, mask=column < N, other=0.0))[None, :]
     tl.store(at, narrow(total), mask=inside)
 
 
 # (BN, WORDS, SPLIT), warps, stages
 CONFIGS = [
-    Config((bn, words, split), warps, stages)
-    for bn, words, warps in ((64, 16, 4), (128, 16, 4), (128, 16, 8), (64, 32, 4), (64, 8, 4), (32, 4, 4))
-    for split in (1, 2, 4, 8)
-    for stages in (4, 6)
+    Config((bn, words, split), warps, 4)
+    for bn, words, warps in ((64, 16, 4), (128, 16, 4), (128, 16, 8), (32, 16, 2), (64, 8, 4), (64, 4, 4))
+    for split in (1, 2, 3, 4, 8)
 ]
 _arrivals: dict[tuple, Tensor] = {}
 
@@ -134,6 +138,15 @@ def _arrival_counters(x: Tensor, tiles: int) -> Tensor:
     if key not in _arrivals or _arrivals[key].numel() < tiles:
         _arrivals[key] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=x.device)
     return _arrivals[key]
+
+
+def _fitting(n: int, k: int) -> list[Config]:
+    """Configurations whose step divides K, with the widest such step, and enough programs for a card but not too many."""
+    words = max(c.sizes[1] for c in CONFIGS if k % (8 * c.sizes[1]) == 0)
+    steps = k // (8 * words)
+    fitting = [c for c in CONFIGS if c.sizes[1] == words and c.sizes[2] <= steps]
+    programs = {c: triton.cdiv(n, c.sizes[0]) * c.sizes[2] for c in fitting}
+    return [c for c in fitting if 256 <= programs[c] <= 1600] or [max(fitting, key=programs.get)]
 
 
 def _output(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -151,14 +164,14 @@ def w4a16_gemm(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -
         return y
     x, packed, scales = x.contiguous(), packed.contiguous(), scales.contiguous()
     group_size, bm = k // scales.shape[1], max(16, triton.next_power_of_2(m))
-    fitting = [c for c in CONFIGS if k % (8 * c.sizes[1]) == 0 and k // (8 * c.sizes[1]) >= c.sizes[2]]
+    fitting = _fitting(n, k)
 
     def launch(config: Config) -> None:
         bn, words, split = config.sizes
         tiles = triton.cdiv(n, bn)
         partial = torch.empty(split * m * n if split > 1 else 0, dtype=torch.float32, device=x.device)
         _kernel[(tiles, split)](
-            x, packed, scales, y, bias, partial, _arrival_counters(x, tiles), m, n, k, group_size, bm, bn, words, split,
+            x, packed, scales, y, bias, partial, _arrival_counters(x, tiles), m, n, k // 8, group_size, bm, bn, words, split,
             bias is not None, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 

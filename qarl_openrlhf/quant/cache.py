@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qarl_openrlhf.kernels import dispatch, product
 from qarl_openrlhf.quant.errors import QuantError
-from qarl_openrlhf.quant.packing import PackedWeight, quantize_weight
+from qarl_openrlhf.quant.packing import PackedWeight, quantize_with_copy, require_finite
 
 MODES = ("packed", "dequant", "none")
 
@@ -33,15 +33,15 @@ class QuantStats:
 class StepWeight:
     """One layer's quantized weight for one optimizer step, with or without the copies the products read."""
 
-    def __init__(self, packed: PackedWeight, version: int, keep_copies: bool):
+    def __init__(self, packed: PackedWeight, version: int, keep_copies: bool, dequantized: Tensor | None = None):
         self.packed = packed
         self.version = version
         self.forward_copy = self.backward_copy = None
         if keep_copies:
-            dtype = packed.weight_scale.dtype
-            self.forward_copy = dispatch.weight_operand(packed, dtype)
+            self.backward_copy = self._dequantized() if dequantized is None else dequantized
             same = packed.scheme.activation_format == "bf16"
-            self.backward_copy = self.forward_copy if same else self._dequantized()
+            dtype = packed.weight_scale.dtype
+            self.forward_copy = self.backward_copy if same else dispatch.weight_operand(packed, dtype)
 
     def _dequantized(self) -> Tensor:
         dtype = self.packed.weight_scale.dtype
@@ -70,6 +70,7 @@ class QuantCache:
         self.stats = QuantStats()
         self.quantized_forward = False
         self._weights: dict[str, StepWeight] = {}
+        self._unchecked: dict[str, Tensor] = {}
 
     def __reduce__(self):
         return (QuantCache, (self.mode,))  # a copied or pickled model starts with an empty cache
@@ -86,21 +87,37 @@ class QuantCache:
         if weight.numel() == 0 and getattr(weight, "ds_shape", weight.shape).numel() > 0:
             raise QuantError(f"{name}: the weight is partitioned (ZeRO-3) and not in the cache; gather it first")
         started = time.perf_counter()
-        packed = quantize_weight(weight, scheme, name=name)
+        keep_copies = self.mode == "dequant"
+        packed, dequantized = quantize_with_copy(
+            weight, scheme, name=name, copy=keep_copies, check=not weight.is_cuda
+        )
+        if weight.is_cuda:
+            self._unchecked[name] = packed.weight_scale
         self.stats.quantize_calls += 1
         self.stats.seconds += time.perf_counter() - started
-        made = StepWeight(packed, weight._version, keep_copies=self.mode == "dequant")
+        made = StepWeight(packed, weight._version, keep_copies, dequantized)
         if self.mode != "none":
             self._weights[name] = made
         return made
 
+    def require_finite(self) -> None:
+        """QuantError naming the layers quantized since the last call whose weights are NaN or infinite.
+
+        A check waits for the device. On a card it is therefore made once for all layers, when they are published, and not
+        layer by layer in the forward.
+        """
+        unchecked, self._unchecked = self._unchecked, {}
+        require_finite(unchecked)
+
     def packed_weights(self) -> dict[str, PackedWeight]:
         """Layer name -> packed weight, of the layers quantized in this step (nothing in mode ``none``)."""
+        self.require_finite()
         return {name: held.packed for name, held in self._weights.items()}
 
     def invalidate(self) -> None:
         """Forget all weights: call after an optimizer step and after anything else that wrote the parameters."""
         self._weights.clear()
+        self._unchecked.clear()
 
     @property
     def nbytes(self) -> int:

@@ -134,6 +134,7 @@ def published_tensors(
         packed = layer.packed() if layer.is_packed() else _gathered(gather, parameter, layer.packed)
         for suffix, tensor in packed.tensors().items():
             yield f"{name.removesuffix('weight')}{suffix}", tensor
+    model.quant_cache.require_finite()
 
 
 def _gathered(gather: Callable | None, parameter: nn.Parameter, read: Callable):

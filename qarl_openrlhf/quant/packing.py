@@ -56,12 +56,22 @@ class PackedWeight:
         return int(changed), math.prod(self.shape)
 
 
-@torch.no_grad()
 def quantize_weight(w: Tensor, scheme: QuantScheme, *, name: str = "weight") -> PackedWeight:
     """Quantize ``w`` [N, K] (or [E, N, K]) of dtype bfloat16, float16 or float32 as the compressed-tensors library does.
 
     A float32 weight is rounded to BF16 first, as the BF16 parameter of a training run is; its scales are stored in
     float32. QuantError, naming ``name``, if the scheme has no quantizer, K does not fit, or a value is NaN or infinite.
+    """
+    return quantize_with_copy(w, scheme, name=name, copy=False)[0]
+
+
+@torch.no_grad()
+def quantize_with_copy(
+    w: Tensor, scheme: QuantScheme, *, name: str, copy: bool, check: bool = True
+) -> tuple[PackedWeight, Tensor | None]:
+    """:func:`quantize_weight`, and the dequantized weight if asked for and made in the same pass (on a card; else None).
+
+    check False: the caller owes a :func:`require_finite`, for many layers at once, as each check waits for the device.
     """
     if not scheme.quantized:
         raise QuantError(f"{name}: scheme {scheme} has no quantized weights")
@@ -71,18 +81,36 @@ def quantize_weight(w: Tensor, scheme: QuantScheme, *, name: str = "weight") -> 
     if scheme.group_size and shape[-1] % scheme.group_size:
         scheme.check_layer(name, shape[-2], shape[-1])
     values = w.detach().to(torch.bfloat16) if dtype == torch.float32 else w.detach()
+    codes, scale, dequantized = dispatch.quantize(
+        values,
+        scheme.weight_format,
+        scheme.group_size,
+        engine_grid=scheme.name == "w4a8",
+        copy=copy and dtype == torch.bfloat16,
+    )
+    fields = {"weight": codes}
     if scheme.weight_format == "int4":
-        packed, scale = dispatch.quantize_int4(values, scheme.group_size, engine_grid=scheme.name == "w4a8")
-        fields = {"weight_packed": packed, "weight_shape": torch.tensor(shape[-2:], dtype=torch.int64)}
-    else:
-        quantize = dispatch.quantize_int8 if scheme.weight_format == "int8" else dispatch.quantize_fp8
-        codes, scale = quantize(values)
-        fields = {"weight": codes}
-    # A NaN or infinity anywhere in a group makes its scale NaN or infinite: checking the scales checks every weight.
-    if not torch.isfinite(scale).all():
+        fields = {"weight_packed": codes, "weight_shape": torch.tensor(shape[-2:], dtype=torch.int64)}
+    if check and not torch.isfinite(scale).all():
         bad = int((~torch.isfinite(w)).sum())
         raise QuantError(f"{name}: {bad} of {w.numel()} weights are NaN or infinite; the update that wrote them diverged")
-    return PackedWeight(scheme, shape, scale.to(dtype), **fields)
+    return PackedWeight(scheme, shape, scale.to(dtype), **fields), dequantized
+
+
+def require_finite(scales: dict[str, Tensor]) -> None:
+    """QuantError naming the layers in whose weights a NaN or infinity is; costs one synchronisation with the device.
+
+    scales: layer name -> weight_scale. A NaN or infinity anywhere in a group makes its scale NaN or infinite, so checking
+    the scales checks every weight.
+    """
+    if not scales:
+        return
+    largest = torch.stack(torch._foreach_norm([s.detach() for s in scales.values()], float("inf")))
+    finite = torch.isfinite(largest).tolist()
+    bad = [name for name, good in zip(scales, finite, strict=True) if not good]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise QuantError(f"{', '.join(bad[:3])}{more}: a weight is NaN or infinite; the update that wrote it diverged")
 
 
 def dequantize_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -23,25 +23,24 @@ def check(x, fp8, device):
     assert torch.equal(codes.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("case", list(cases(9, 384)))
 @pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
-def test_hard_activations(fp8, case, device):
-    check(cases(9, 384)[case], fp8, device)
+def test_hard_activations(fp8, device):
+    for x in cases(5, 384).values():
+        check(x, fp8, device)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_dtypes_and_layouts(fp8, dtype, device):
-    x = torch.randn(2, 5, 800).to(dtype)
-    check(x[..., 100:676], fp8, device)  # rows with a stride
-    check(x.transpose(-1, -2), fp8, device)  # columns not contiguous
+    x = torch.randn(2, 3, 400).to(dtype)
+    check(x[..., 50:338], fp8, device)  # rows with a stride
+    check(x.transpose(-1, -2)[:, :4], fp8, device)  # columns not contiguous
     check(x[:, :0], fp8, device)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
-def test_rows_too_long_for_registers(fp8, device, monkeypatch):
-    monkeypatch.setattr(act_quant, "ROW", 256)
-    check(torch.randn(9, 576).bfloat16(), fp8, device)
+def test_rows_in_several_chunks(fp8, device):
+    check(torch.randn(3, 4600).bfloat16(), fp8, device)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from hard_weights import cases  # noqa: E402
 from qarl_openrlhf.kernels import dequantize, quantize_pack, reference  # noqa: E402
 from qarl_openrlhf.quant import QuantScheme, dequantize_weight, quantize_weight  # noqa: E402
 
-N, K = 7, 384  # ragged: K is no power of two, N no multiple of anything
+N, K = 5, 384  # ragged: K is no power of two, N no multiple of anything
 SCHEMES = ["w4a16:g32", "w4a16:g64", "w4a16", "w4a8", "w8a8", "fp8"]
 
 
@@ -35,25 +35,33 @@ def quantize(w, scheme, copy):
     return quantize_pack.quantize_row8(w, scheme.weight_format == "fp8", copy)
 
 
-def check(w, scheme, device):
+def check(w, scheme, device, case=None):
     expected = quantize_weight(w, scheme)
     codes = expected.weight if expected.weight_packed is None else expected.weight_packed
-    for copy in (True, False):
+    for copy in (True, False) if device == "cuda" else (True,):  # the interpreter is slow
         poison(device)
         got_codes, got_scale, got_copy = quantize(w.to(device), scheme, copy)
-        assert torch.equal(bits(got_scale), bits(expected.weight_scale))
+        assert torch.equal(bits(got_scale), bits(expected.weight_scale)), case
         assert got_codes.shape == codes.shape and got_codes.dtype == codes.dtype
-        assert torch.equal(bits(got_codes), bits(codes))
+        assert torch.equal(bits(got_codes), bits(codes)), case
         if copy:
-            assert torch.equal(bits(got_copy), bits(dequantize_weight(expected)))
+            assert torch.equal(bits(got_copy), bits(dequantize_weight(expected))), case
         else:
             assert got_copy.numel() == 0
 
 
-@pytest.mark.parametrize("case", list(cases(N, K)))
 @pytest.mark.parametrize("name", SCHEMES)
-def test_quantizing_a_hard_weight(name, case, device):
-    check(cases(N, K)[case], QuantScheme.parse(name), device)
+def test_quantizing_hard_weights(name, device):
+    for case, w in cases(N, K).items():
+        check(w, QuantScheme.parse(name), device, case)
+
+
+def test_without_the_copy(device):
+    w = cases(N, K)["random"].to(device)
+    for name in SCHEMES:
+        with_copy, without = (quantize(w, QuantScheme.parse(name), copy) for copy in (True, False))
+        assert without[2].numel() == 0
+        assert torch.equal(bits(with_copy[0]), bits(without[0])) and torch.equal(with_copy[1], without[1])
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -75,11 +83,14 @@ def test_dequantizing_a_hard_weight(name, device):
         assert torch.equal(dequantize.w4a8_channel(scale).cpu(), expected_channel)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_rows_too_long_for_registers(name, device, monkeypatch):
-    monkeypatch.setattr(quantize_pack, "ROW", 256)
-    for case in ("random", "outlier", "zero_groups"):
-        check(cases(N, K)[case], QuantScheme.parse(name), device)
+@pytest.mark.parametrize("name", ["w4a8", "w8a8", "fp8"])
+def test_rows_in_several_chunks(name, device):
+    check(torch.randn(3, 4608).mul(0.02).bfloat16(), QuantScheme.parse(name), device)
+
+
+def test_rows_too_long_are_refused(device):
+    with pytest.raises(ValueError, match="32768"):
+        quantize_pack.quantize_row8(torch.zeros(1, 40960, dtype=torch.bfloat16, device=device), True, False)
 
 
 def test_a_nan_or_infinity_reaches_the_scale(device):
@@ -97,11 +108,12 @@ def test_a_nan_or_infinity_reaches_the_scale(device):
 def test_every_pair_of_significands_rounds_as_a_division(device):
     """The claim behind one reciprocal a group: bf16(w * (1 / s)) == bf16(w / s) for all BF16 w and s."""
     numerator = torch.arange(128, 256)[:, None].expand(128, 128).float() * 2.0**-9
-    for amax in torch.arange(128, 256, 16 if device == "cpu" else 1).float() * 2.0**-7:
+    for amax in torch.arange(128, 256, 64 if device == "cpu" else 1).float() * 2.0**-7:
         w = numerator.contiguous()
         w[:, 0] = amax
         check(w.bfloat16(), QuantScheme.parse("w4a16"), device)
-        check(w.bfloat16(), QuantScheme.parse("w8a8"), device)
+        if device == "cuda":
+            check(w.bfloat16(), QuantScheme.parse("w8a8"), device)
 
 
 def test_non_contiguous_and_empty_weights(device):
