@@ -19,6 +19,7 @@ from torch import Tensor
 from qarl_openrlhf.kernels import product
 from qarl_openrlhf.kernels.act_quant import act_quant
 from qarl_openrlhf.kernels.dequantize import dequantize_int4, dequantize_row8, dequantize_w4a8, w4a8_channel, w4a8_operand
+from qarl_openrlhf.kernels.grouped_gemm import grouped_w8a8
 from qarl_openrlhf.kernels.library import INTERPRETED, calls
 from qarl_openrlhf.kernels.quantize_pack import quantize_int4, quantize_row8, quantize_w4a8
 from qarl_openrlhf.kernels.tune import bucket
@@ -123,13 +124,8 @@ def quantized_linear(x: Tensor, packed, copy: Tensor | None, bias: Tensor | None
     _require(scheme.name, x.device)
     codes, x_scale = shared_act_quant(x, scheme.activation_format == "fp8")
     codes, x_scale = codes.view(m, k), x_scale.view(m, 1)
+    copy, channel = _eight_bit_weight(packed, copy)
     late_bias = scheme.name == "w4a8"  # vLLM's W4A8 kernel adds it after rounding
-    if late_bias and copy is None:
-        copy, channel = w4a8_operand(packed.weight_packed, packed.weight_scale)
-    elif late_bias:
-        channel = w4a8_channel(packed.weight_scale)
-    else:
-        copy, channel = packed.weight, packed.weight_scale.float()
     kernel, why = _eight_bit_kernel(scheme.activation_format, m, n, k, own, x.device)
     _note(scheme, m, n, k, kernel, why)
     if kernel == "w8a8_gemm":
@@ -147,6 +143,15 @@ def quantized_linear(x: Tensor, packed, copy: Tensor | None, bias: Tensor | None
     return y.view(*x.shape[:-1], n)
 
 
+def _eight_bit_weight(packed, copy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(codes ``[..., N, K]``, float32 channel scales ``[..., N, 1]``)."""
+    if packed.scheme.name != "w4a8":
+        return packed.weight, packed.weight_scale.float()
+    if copy is None:
+        return w4a8_operand(packed.weight_packed, packed.weight_scale)
+    return copy, w4a8_channel(packed.weight_scale)
+
+
 def _w4a16(x: Tensor, packed, copy: Tensor | None, bias: Tensor | None, m: int, n: int, k: int) -> Tensor:
     if copy is None and m <= MAX_ROWS and k % 32 == 0:
         _note(packed.scheme, m, n, k, "w4a16_gemm", f"at most {MAX_ROWS} rows read a quarter of the bytes")
@@ -155,6 +160,28 @@ def _w4a16(x: Tensor, packed, copy: Tensor | None, bias: Tensor | None, m: int, 
     why = "the copy is kept" if copy is not None else "dequantizing costs little beside this many rows"
     _note(packed.scheme, m, n, k, "library BF16", why)
     return F.linear(x, dequantize(packed) if copy is None else copy, bias)
+
+
+def grouped_linear(x: Tensor, packed, copy: Tensor | None, ends: Tensor) -> Tensor:
+    """:func:`qarl_openrlhf.kernels.grouped.forward` on a card; BF16."""
+    scheme, (e, n, k) = packed.scheme, packed.shape
+    if x.numel() == 0:
+        return x.new_empty((0, n))
+    if scheme.activation_format == "bf16":
+        copy = dequantize(packed) if copy is None else copy
+        _note(scheme, x.shape[0], n, k, "library BF16 grouped", f"{e} experts, on the dequantized copy")
+        return torch._grouped_mm(x.contiguous(), copy.transpose(-2, -1), offs=ends)
+    _require(scheme.name, x.device)
+    codes, x_scale = shared_act_quant(x, scheme.activation_format == "fp8")
+    copy, channel = _eight_bit_weight(packed, copy)
+    if scheme.activation_format == "int8" or n % 16 or k % 16:
+        _note(scheme, x.shape[0], n, k, "grouped_w8a8", "the library has no grouped INT8 product")
+        return grouped_w8a8(codes, x_scale, copy, channel, ends)
+    _note(scheme, x.shape[0], n, k, "_scaled_grouped_mm", f"{e} experts")
+    return torch._scaled_grouped_mm(
+        codes, copy.transpose(-2, -1), x_scale.view(-1), channel.view(e, n), offs=ends, out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )  # fmt: skip
 
 
 def _eight_bit_kernel(fmt: str, m: int, n: int, k: int, own: bool, device: torch.device) -> tuple[str, str]:

@@ -26,29 +26,29 @@ def set_kernel(name: str) -> None:
 
 def kernel_calls() -> dict[str, int]:
     """How often each kernel ran in this process; empty where Triton was never used."""
-    return dict(_card().calls) if _card.cache_info().currsize else {}
+    return dict(card().calls) if card.cache_info().currsize else {}
 
 
 def kernel_choices() -> str:
     """What was chosen for each shape so far, and why; empty where Triton was never used."""
-    return _card().choices_table() if _card.cache_info().currsize else ""
+    return card().choices_table() if card.cache_info().currsize else ""
 
 
 @cache
-def _card():
+def card():
     """The CUDA implementation; imported on first use, as a CPU installation need not have Triton."""
     from qarl_openrlhf.kernels import cuda
 
     return cuda
 
 
-def _on_card(*tensors: Tensor) -> bool:
+def on_card(*tensors: Tensor) -> bool:
     """Whether these BF16 tensors go to the kernels. Other dtypes (FP16 ablations, FP32 tests) run the references."""
     if _kernel == "torch" or any(t.dtype != torch.bfloat16 for t in tensors):
         return False
     if tensors[0].is_cuda:
         return True
-    if _kernel == "triton" and not _card().INTERPRETED:
+    if _kernel == "triton" and not card().INTERPRETED:
         raise ValueError("--quant.kernel triton needs a CUDA device: use auto or torch on a CPU")
     return _kernel == "triton"
 
@@ -62,8 +62,8 @@ def quantize(
     vLLM's W4A8 grid before the codes are computed. int8, fp8: codes ``[..., N, K]``, scale ``[..., N, 1]``. copy: also the
     effective weight, where one pass makes both (on a card); None elsewhere.
     """
-    if _on_card(w):
-        return _card().quantize(w, weight_format, group_size, engine_grid, copy)
+    if on_card(w):
+        return card().quantize(w, weight_format, group_size, engine_grid, copy)
     if weight_format == "int8":
         return *reference.quantize_int8(w), None
     if weight_format == "fp8":
@@ -76,8 +76,8 @@ def quantize(
 
 def dequantize(packed, dtype: torch.dtype) -> Tensor:
     """Effective weight ``[..., N, K]`` in ``dtype``."""
-    if dtype == torch.bfloat16 and _on_card(packed.weight_scale):
-        return _card().dequantize(packed)
+    if dtype == torch.bfloat16 and on_card(packed.weight_scale):
+        return card().dequantize(packed)
     if packed.scheme.name == "w4a8":
         codes, channel = reference.w4a8_codes(packed.weight_packed, packed.weight_scale)
         return reference.scale_codes(codes, channel, dtype)
@@ -87,8 +87,8 @@ def dequantize(packed, dtype: torch.dtype) -> Tensor:
 
 def act_quant(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """Quantize activations per token: ``[..., K]`` -> (codes ``[..., K]``, float32 scale ``[..., 1]``); fmt int8 or fp8."""
-    if _on_card(x):
-        return _card().act_quant(x, fmt == "fp8")
+    if on_card(x):
+        return card().act_quant(x, fmt == "fp8")
     return {"int8": reference.quantize_act_int8, "fp8": reference.quantize_act_fp8}[fmt](x)
 
 
@@ -108,8 +108,8 @@ def weight_operand(packed, dtype: torch.dtype) -> Tensor:
     BF16 activations: the effective weight ``[N, K]``, as the plain product wants it. 8-bit activations: the weight's
     *codes* ``[N, K]`` (not scaled), in float32 on a CPU.
     """
-    if dtype == torch.bfloat16 and _on_card(packed.weight_scale):
-        return _card().operand(packed)
+    if dtype == torch.bfloat16 and on_card(packed.weight_scale):
+        return card().operand(packed)
     if packed.scheme.activation_format == "bf16":
         return product.operand(dequantize(packed, dtype), dtype)
     codes = packed.weight
@@ -124,8 +124,8 @@ def quantized_linear(x: Tensor, packed, operand: Tensor | None, bias: Tensor | N
     operand: :func:`weight_operand` of ``packed`` if it is at hand, else None (for 8-bit activations it holds codes,
     NOT the dequantized weight).
     """
-    if _on_card(x, packed.weight_scale):
-        return _card().quantized_linear(x, packed, operand, bias, own=_kernel == "triton")
+    if on_card(x, packed.weight_scale):
+        return card().quantized_linear(x, packed, operand, bias, own=_kernel == "triton")
     if operand is None:
         operand = weight_operand(packed, x.dtype)
     if scheme.activation_format == "bf16":
@@ -146,4 +146,4 @@ def quantized_linear(x: Tensor, packed, operand: Tensor | None, bias: Tensor | N
     y = y.to(x.dtype)
     if bias is not None and late_bias:
         y = y + bias
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], y.shape[-1])

@@ -1,0 +1,68 @@
+"""Products of MoE experts: rows of x, sorted by expert, times each expert's own weight.
+
+    y[i] = x[i] @ W[e]^T    for rows i of expert e, which end at ends[e]
+
+Same arithmetic as :func:`qarl_openrlhf.kernels.dispatch.quantized_linear` expert by expert, and that is the reference. On a
+card one kernel does all experts: torch._grouped_mm (BF16), torch._scaled_grouped_mm (fp8, w4a8), grouped_w8a8 (int8).
+Shapes: T rows in all, E experts, x ``[T, K]``, weights ``[E, N, K]``, ends int32 ``[E]`` on x's device, ends[-1] = T.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from qarl_openrlhf.kernels import dispatch, product
+
+
+def forward(x: Tensor, packed, copy: Tensor | None, ends: Tensor) -> Tensor:
+    """``[T, K] -> [T, N]`` in x's dtype; ``packed`` has an expert axis, ``copy`` is its weight_operand if at hand."""
+    if dispatch.on_card(x, packed.weight_scale):
+        return dispatch.card().grouped_linear(x, packed, copy, ends)
+    parts = []
+    for e, rows in enumerate(_by_expert(x, ends)):
+        operand = None if copy is None else copy[e]
+        parts.append(dispatch.quantized_linear(rows, expert(packed, e), operand, None, packed.scheme))
+    return torch.cat(parts)
+
+
+def backward(
+    dy: Tensor, x: Tensor, w: Tensor | None, ends: Tensor, needs: tuple[bool, bool], weight_dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dX = dY W ``[T, K]``, dW = dY^T X ``[E, N, K]``) with the dequantized weight w; None where not needed."""
+    if dy.is_cuda and dy.dtype == x.dtype == weight_dtype == torch.bfloat16:
+        dy = dy.contiguous()
+        dx = torch._grouped_mm(dy, w, offs=ends) if needs[0] else None
+        return dx, torch._grouped_mm(dy.t(), x.contiguous(), offs=ends) if needs[1] else None
+    groups = list(zip(_by_expert(dy, ends), _by_expert(x, ends), strict=True))
+    dx = torch.cat([product.matmul(g, w[e], x.dtype) for e, (g, _) in enumerate(groups)]) if needs[0] else None
+    dw = torch.stack([product.matmul(g.t(), rows, weight_dtype) for g, rows in groups]) if needs[1] else None
+    return dx, dw
+
+
+def expert(packed, e: int):
+    """The PackedWeight of one expert."""
+    fields = {name: getattr(packed, name) for name in ("weight_packed", "weight", "weight_scale")}
+    picked = {name: tensor[e] for name, tensor in fields.items() if tensor is not None}
+    return dataclasses.replace(packed, shape=packed.shape[1:], **picked)
+
+
+def _by_expert(x: Tensor, ends: Tensor) -> list[Tensor]:
+    edges = [0, *ends.tolist()]
+    return [x[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+
+
+class GroupedStraightThrough(torch.autograd.Function):
+    """:func:`forward` with the gradients of quant.linear.StraightThrough; saves x and the step's weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight, quantized, ends):
+        ctx.save_for_backward(x, ends)
+        ctx.quantized, ctx.weight_dtype = quantized, weight.dtype
+        return forward(x, quantized.packed, quantized.forward_copy, ends)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, ends = ctx.saved_tensors
+        w = ctx.quantized.backward_weight() if ctx.needs_input_grad[0] else None
+        return *backward(dy, x, w, ends, ctx.needs_input_grad[:2], ctx.weight_dtype), None, None
