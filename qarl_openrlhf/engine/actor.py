@@ -81,7 +81,8 @@ class QarlRolloutActor(_RolloutActor):
         version = self.weights.version
         output = await super().generate(prompt_token_ids, self._prepared(sampling_params), multi_modal_data)
         if output is None or output.outputs[0].finish_reason == "abort":
-            raise EngineNotReady(f"{self.name} aborted a request: weights are {self.weights.state.value} ({self.weights.reason})")
+            why = f"weights are {self.weights.state.value} ({self.weights.reason})"
+            raise EngineNotReady(f"{self.name} aborted a request: {why}")
         output.weight_version = version
         return output
 
