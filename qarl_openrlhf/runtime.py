@@ -16,6 +16,10 @@ CPU_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "OMP_WAIT_POLICY": "PASSIVE",  # learner and engine take turns on the same cores: no spinning while the other works
     "KMP_BLOCKTIME": "0",
+    # Activations of a few MB come and go with every layer: keep their pages instead of asking the kernel for zeroed ones.
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
 COMMON_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
