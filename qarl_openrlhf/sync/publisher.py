@@ -10,6 +10,7 @@ or refuses a tensor ends the publish at once, with an error that names it.
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import ray
 from torch import Tensor
@@ -65,8 +66,9 @@ class Publisher:
             return self._publish(tensors, version)
         except BaseException as error:
             self._abandon(f"version {version}: {error}")
-            for _ in tensors:
-                pass
+            with suppress(Exception):  # the first error is the cause
+                for _ in tensors:
+                    pass
             raise
 
     def close(self) -> None:
