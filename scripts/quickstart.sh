@@ -26,7 +26,7 @@ cd "$root"
 exec "$python" -m qarl_openrlhf.cli.train_qarl \
     --device cpu \
     --quant.scheme w4a16:g64 \
-    --preset tbpo_short --objective.band_scale 128 \
+    --preset tbpo_short --objective.band_scale 256 \
     --actor.model_name_or_path "$inputs/SmolLM2-135M-Instruct" \
     --data.prompt_dataset "$inputs/sums-$steps-$seed.jsonl" --data.input_key input --data.label_key label --data.max_len 64 \
     --reward.remote_url "$root/qarl_openrlhf/rewards/reasoning_gym.py" \
