@@ -82,6 +82,8 @@ def summary(run: Run) -> dict[str, str | None]:
     rows["mismatch KL, first / last step"] = _first_last(run, "mismatch/kl", "{:.4f}")
     rows["responses in band, mean"] = _average(run, "objective/in_band_frac", "{:.0%}")
     rows["codes changed a publish, mean"] = _average(run, "sync/changed_code_frac", "{:.3%}")
+    total = run.series("sync/changed_code_frac_total")[1]
+    rows["codes changed since the first publish"] = f"{total[-1]:.3%}" if total else None
     rows["rollout tokens a second, mean"] = _average(run, "rollout/tok_per_s", "{:.0f}")
     seconds = phase_seconds(run)
     for label in [label for label, _ in PHASES] + ["other", "step"]:

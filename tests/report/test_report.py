@@ -29,6 +29,7 @@ def write_run(directory, steps=12, start=0.2, slope=0.05, mismatch=0.05, extra=N
                 "mismatch/abs_logp_by_position/2": mismatch * 2,
                 "objective/in_band_frac": 0.75,
                 "sync/changed_code_frac": 0.001,
+                "sync/changed_code_frac_total": 0.0005 * step,
                 "timing/generation": 10.0 if step == 1 else 3.0,
                 "timing/old_logprobs": 1.0,
                 "timing/train": 4.0,
@@ -53,7 +54,7 @@ def test_full_run_makes_every_picture_and_a_table(tmp_path):
     assert all(path.read_bytes().startswith(PNG) for path in report.pictures)
     assert report.notes == []
     assert (tmp_path / "out" / "report.txt").read_text() == report.text
-    for text in ("0.300 ± 0.035", "0.650 ± 0.035", "+0.350, +7.0", "0.0500 / 0.0500", "75%", "0.100%"):
+    for text in ("0.300 ± 0.035", "0.650 ± 0.035", "+0.350, +7.0", "0.0500 / 0.0500", "75%", "0.100%", "0.600%"):
         assert text in report.text, text
 
 
