@@ -13,9 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_openrlhf.kernels.library import op
-from qarl_openrlhf.kernels.rounding import MAGIC, absmax, larger, narrow, quotient, round_e4m3, to_e4m3, weight_scale, widen
+from qarl_openrlhf.kernels.rounding import (
+    MAGIC,
+    absmax,
+    divide_bf16,
+    larger,
+    narrow,
+    quotient,
+    round_e4m3,
+    to_e4m3,
+    weight_scale,
+    widen,
+)
 
 SHIFT = tl.constexpr(MAGIC.value + 8.0)
+SMALLEST = tl.constexpr(0.001953125)  # of e4m3's positive numbers: a stored group scale is never zero
 MAX_ROW = 32768
 SHIFT_WORD = tl.constexpr(sum(0x4B400000 << 4 * j for j in range(8)) % 2**32)
 
@@ -92,14 +104,9 @@ def engine_channel(largest):
 
 @triton.jit
 def engine_group(scale, channel):
-    """Its e4m3 group scales, as float32. True divisions: the reciprocal of a 24-bit channel scale would move ties."""
-    return round_e4m3(round_e4m3(tl.div_rn(scale, channel + tl.zeros_like(scale))) * 0.125)
-
-
-@triton.jit
-def _stored_scale(scale, channel):
-    """Group scales as the checkpoint stores them: on the engine's grid, and never zero (2^-9 is e4m3's smallest)."""
-    return narrow(larger(engine_group(scale, channel), 0.001953125) * (channel * 8.0))
+    """Its e4m3 group scales, as float32: e4m3(e4m3(scale / channel) / 8), of BF16 scales [GROUPS] of one row."""
+    group = round_e4m3(divide_bf16(scale, channel))
+    return (group * 0.125 + 24576.0) - 24576.0  # an eighth of an e4m3 number is one, but for the denormals
 
 
 @triton.jit
@@ -120,19 +127,20 @@ def _w4a8_kernel(
         chunk_scales = chunk_scales + (scale,)
     largest = absmax(largest, 0)
     channel = engine_channel(largest)
-    # What the engine will make of the stored scales; their largest comes from the largest scale.
-    engines = engine_channel(widen(_stored_scale(largest, channel)))
+    # The channel scale that the engine will compute from the stored scales. Its group scales will be the ones below: the
+    # stored scale is within 2^-8 of their product with the channel scale, and e4m3 numbers are further apart.
+    engines = engine_channel(widen(narrow(larger(engine_group(largest, channel), SMALLEST) * (channel * 8.0))))
     for i in tl.static_range(len(chunks)):
         inside = i * CHUNK + group < GROUPS
         at = first + i * CHUNK + group
-        stored = _stored_scale(chunk_scales[i], channel)
-        tl.store(scales + at, stored, mask=inside)
-        stored = widen(stored)
+        fine = larger(engine_group(chunk_scales[i], channel), SMALLEST)
+        stored = widen(narrow(fine * (channel * 8.0)))
+        tl.store(scales + at, narrow(stored), mask=inside)
         shifted = shifted_int4(quotient(widen(chunks[i]), stored[:, None]))
         packed_at = packed + at[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
         store_int4(shifted, packed_at, inside[:, None], CHUNK, G)
         if COPY:
-            operand = round_e4m3((shifted - SHIFT) * engine_group(stored, engines)[:, None])
+            operand = round_e4m3((shifted - SHIFT) * fine[:, None])
             tl.store(copy + at[:, None] * G + column, narrow(operand * (engines * 8.0)), mask=inside[:, None])
 
 

@@ -116,6 +116,6 @@ def divide_bf16(x, scale):
     if NATIVE:
         inverse = tl.div_rn(1.0, scale)
         estimate = x * inverse
-        # estimate + (x - estimate * scale) * inverse
-        return tl.fma(tl.fma(-estimate, scale + tl.zeros_like(x), x), inverse + tl.zeros_like(x), estimate)
+        remainder = tl.fma(-estimate, scale + tl.zeros_like(x), x)
+        return tl.where(x == 0.0, x, tl.fma(remainder, inverse + tl.zeros_like(x), estimate))  # keeps -0.0
     return tl.div_rn(x, scale + tl.zeros_like(x))

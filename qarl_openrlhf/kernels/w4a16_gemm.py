@@ -3,9 +3,11 @@
 Bound by memory (0.52 byte a weight against BF16's 2) up to about 64 rows. Above that, dequantizing once and the library's
 product are faster, and dispatch does that.
 
-An int32 word becomes eight BF16 weights in registers, two at a time: mask a nibble in each half of the word, set the
-exponent so that it reads 128 + nibble, subtract 136, multiply by the scale (one rounding, as in the reference). From
-shared memory the tensor cores then read them as the right operand of a tile of 16, 32 or 64 rows of x.
+Two int32 words become eight registers of two BF16 weights each, one of either word: mask a nibble in each half of a register,
+set the exponent so that it reads 128 + nibble, subtract 136, multiply by the scale (one rounding, as in the reference). That
+leaves the weights of a step of K ordered by nibble first, then by word; as a sum over k has no order, x is put into the same
+order beforehand and no weight ever has to move. The tensor cores take W as their left operand, from shared memory, and x^T as
+the right one, so that 16 rows of x are enough to fill an instruction. While they work on one step the next is unpacked.
 
 K is split over several programs if N alone cannot fill the card. The last program of a tile to finish adds the partial sums
 in a fixed order, so results do not depend on timing.
@@ -24,17 +26,17 @@ MAX_ROWS = 64
 
 
 def _unpack_asm() -> str:
-    """PTX: word $8 and BF16 scale $9 -> its eight BF16 weights in $0..$7."""
-    lines = ["{.reg .b32 t, s, z;", "mov.b32 s, {$9, $9};", "mov.b32 z, 0x43084308;"]
-    for j in range(4):  # nibbles j and j + 4 are 16 bits apart
-        source = "$8"
-        if j:
-            lines.append(f"shr.u32 t, $8, {4 * j};")
+    """PTX: words $8, $9 and the BF16 scale twice in $10 -> weights of nibbles 0..7 in $0..$7, a bf16x2 of the two words."""
+    lines = ["{.reg .b32 low, high, t, offset;", "mov.b32 offset, 0x43084308;"]  # 136
+    lines += ["prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]  # halves of the words, side by side
+    for j in range(8):
+        source = "low" if j < 4 else "high"
+        if j % 4:
+            lines.append(f"shr.u32 t, {source}, {4 * (j % 4)};")
             source = "t"
         lines.append(f"lop3.b32 t, {source}, 0x000f000f, 0x43004300, 0xEA;")  # (source & mask) | exponent
-        lines.append("sub.rn.bf16x2 t, t, z;")  # 128 + nibble - 136 = code
-        lines.append("mul.rn.bf16x2 t, t, s;")
-        lines.append(f"mov.b32 {{${j}, ${j + 4}}}, t;")
+        lines.append("sub.rn.bf16x2 t, t, offset;")
+        lines.append(f"mul.rn.bf16x2 ${j}, t, $10;")
     return "\n".join(lines) + "}"
 
 
@@ -48,20 +50,22 @@ def _nibble(words, scale, SHIFT: tl.constexpr):
 
 @triton.jit
 def _weights(words, scale, A: tl.constexpr, B: tl.constexpr):
-    """int32 words [A, B] and BF16 scales [A, B] -> BF16 weights [A, 8 B] in their own order."""
+    """int32 words [A, B], BF16 scales [A, B] or [A, 1] -> BF16 weights [A, 8 B], column nibble * B + word."""
+    scale = tl.broadcast_to(scale, A, B)
     if NATIVE:
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
-            UNPACK, "=h,=h,=h,=h,=h,=h,=h,=h,r,h", [words, scale],
+            UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [words, scale],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=1,
+            is_pure=True, pack=2,
         )  # fmt: skip
     else:
         w0, w1, w2, w3 = _nibble(words, scale, 0), _nibble(words, scale, 4), _nibble(words, scale, 8), _nibble(words, scale, 12)
         w4, w5, w6, w7 = _nibble(words, scale, 16), _nibble(words, scale, 20), _nibble(words, scale, 24), _nibble(words, scale, 28)
-    # tl.join adds a last axis of 2, so the outermost join is bit 0 of the position.
+    # tl.join adds a last axis of 2, so the outermost join is bit 0 of the nibble's number.
     even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
     odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
-    return tl.reshape(tl.join(even, odd), A, 8 * B)
+    by_word = tl.reshape(tl.join(even, odd), A, B, 8)
+    return tl.reshape(tl.permute(by_word, 0, 2, 1), A, 8 * B)
 
 
 @triton.jit
@@ -73,8 +77,8 @@ def _dot(w, x, total):
 
 @triton.jit
 def _kernel(
-    x, packed, scales, y, bias, partial, done, M, N, row_words, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    WORDS: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, packed, scales, y, bias, partial, done, M, N, row_words, SPLIT, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WORDS: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     column = tile * BN + tl.arange(0, BN)
@@ -83,31 +87,37 @@ def _kernel(
     K = 8 * row_words  # passed in words, so that Triton sees that rows of words are 16-byte aligned
     steps = row_words // WORDS
     first, last = part * steps // SPLIT, (part + 1) * steps // SPLIT
+    here, there = (column < N)[:, None], (row < M)[:, None]
     packed += column[:, None].to(tl.int64) * row_words + word[None, :]
     # Scales of one step: [BN, 1] if a group covers it, else [BN, WORDS] with repeats.
-    column_scales = scales + column[:, None].to(tl.int64) * (K // G)
+    scales += column[:, None].to(tl.int64) * (K // G)
     if 8 * WORDS > G:
-        column_scales += word[None, :] // (G // 8)
+        scales += word[None, :] // (G // 8)
     x += row[:, None] * K + tl.arange(0, 8 * WORDS)[None, :]
-    here, there = (column < N)[:, None], (row < M)[:, None]
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    scale = tl.load(column_scales + first * (8 * WORDS) // G, mask=here, other=0.0)
+    total = tl.zeros((BN, BM), dtype=tl.float32)
+    # A pipeline by hand: multiply one step, unpack the next, load the one after.
+    second = tl.minimum(first + 1, last - 1)
+    words = tl.load(packed + first * WORDS, mask=here, other=0)
+    scale = tl.load(scales + first * (8 * WORDS) // G, mask=here, other=0.0)
+    w = _weights(words, scale, BN, WORDS)
+    words = tl.load(packed + second * WORDS, mask=here, other=0)
+    scale = tl.load(scales + second * (8 * WORDS) // G, mask=here, other=0.0)
     for step in range(first, last):
-        # Two-byte loads cannot be copied ahead asynchronously as the others are: fetch the next step's scales by hand.
-        following = tl.load(column_scales + tl.minimum(step + 1, last - 1) * (8 * WORDS) // G, mask=here, other=0.0)
-        words = tl.load(packed + step * WORDS, mask=here, other=0)
+        ahead = tl.minimum(step + 2, last - 1)
+        words_ahead = tl.load(packed + ahead * WORDS, mask=here, other=0)
+        scale_ahead = tl.load(scales + ahead * (8 * WORDS) // G, mask=here, other=0.0)
         rows = tl.load(x + step * (8 * WORDS), mask=there, other=0.0)
-        w = _weights(words, tl.broadcast_to(scale, BN, WORDS), BN, WORDS)
-        total = _dot(rows, w.T, total)
-        scale = following
-    inside = there & (column < N)[None, :]
-    at = row[:, None] * N + column[None, :]
-    if SPLIT > 1:
+        total = _dot(w, rows.T, total)
+        w = _weights(words, scale, BN, WORDS)
+        words, scale = words_ahead, scale_ahead
+    inside = here & (row < M)[None, :]
+    at = row[None, :] * N + column[:, None]
+    if IS_SPLIT:
         tl.store(partial + part * M * N + at, total, mask=inside)
         tl.debug_barrier()  # all of the program's stores come before its arrival
         arrived = tl.atomic_add(done + tile, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
-            total = tl.zeros((BM, BN), dtype=tl.float32)
+            total = tl.zeros((BN, BM), dtype=tl.float32)
             for other in range(SPLIT):
                 total += tl.load(partial + other * M * N + at, mask=inside, other=0.0, cache_modifier=".cg")
             _finish(total, y + at, inside, bias, column, N, HAS_BIAS)
@@ -119,15 +129,15 @@ def _kernel(
 @triton.jit
 def _finish(total, at, inside, bias, column, N, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
-        total += widen(tl.load(bias + column, mask=column < N, other=0.0))[None, :]
+        total += widen(tl.load(bias + column, mask=column < N, other=0.0))[:, None]
     tl.store(at, narrow(total), mask=inside)
 
 
 # (BN, WORDS, SPLIT), warps, stages
 CONFIGS = [
     Config((bn, words, split), warps, 4)
-    for bn, words, warps in ((64, 16, 4), (128, 16, 4), (128, 16, 8), (32, 16, 2), (64, 8, 4), (64, 4, 4))
-    for split in (1, 2, 3, 4, 8)
+    for bn, words, warps in ((64, 16, 4), (128, 16, 8), (64, 8, 4), (64, 4, 4))
+    for split in (1, 2, 3, 4, 6, 8)
 ]
 _arrivals: dict[tuple, Tensor] = {}
 
@@ -146,7 +156,7 @@ def _fitting(n: int, k: int) -> list[Config]:
     steps = k // (8 * words)
     fitting = [c for c in CONFIGS if c.sizes[1] == words and c.sizes[2] <= steps]
     programs = {c: triton.cdiv(n, c.sizes[0]) * c.sizes[2] for c in fitting}
-    return [c for c in fitting if 256 <= programs[c] <= 1600] or [max(fitting, key=programs.get)]
+    return [c for c in fitting if 256 <= programs[c] <= 1200] or [max(fitting, key=programs.get)]
 
 
 def _output(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -162,17 +172,19 @@ def w4a16_gemm(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -
         raise ValueError(f"w4a16_gemm is for at most {MAX_ROWS} rows, not {m}: dequantize and multiply")
     if y.numel() == 0:
         return y
-    x, packed, scales = x.contiguous(), packed.contiguous(), scales.contiguous()
+    packed, scales = packed.contiguous(), scales.contiguous()
     group_size, bm = k // scales.shape[1], max(16, triton.next_power_of_2(m))
     fitting = _fitting(n, k)
+    words = fitting[0].sizes[1]
+    x = x.reshape(m, -1, words, 8).transpose(2, 3).contiguous()  # the weights' order within a step
 
     def launch(config: Config) -> None:
-        bn, words, split = config.sizes
+        bn, _, split = config.sizes
         tiles = triton.cdiv(n, bn)
         partial = torch.empty(split * m * n if split > 1 else 0, dtype=torch.float32, device=x.device)
         _kernel[(tiles, split)](
-            x, packed, scales, y, bias, partial, _arrival_counters(x, tiles), m, n, k // 8, group_size, bm, bn, words, split,
-            bias is not None, num_warps=config.warps, num_stages=config.stages,
+            x, packed, scales, y, bias, partial, _arrival_counters(x, tiles), m, n, k // 8, split, group_size, bm, bn, words,
+            split > 1, bias is not None, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 
     launch(tuned("w4a16_gemm", (bm, n, k, group_size), fitting, launch))

@@ -47,7 +47,7 @@ def test_rows_in_several_chunks(fp8, device):
 @pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
 @pytest.mark.parametrize("k", [576, 1536, 4096, 8960, 12288, 18944, 32768])
 def test_real_widths(fp8, k, device):
-    check((torch.randn(333, k) * torch.exp(2 * torch.randn(333, 1))).bfloat16(), fp8, device)
+    check((torch.randn(70, k) * torch.exp(2 * torch.randn(70, 1))).bfloat16(), fp8, device)
 
 
 @pytest.mark.gpu
