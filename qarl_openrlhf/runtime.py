@@ -3,6 +3,7 @@
 import logging
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 
 PLACEMENT_TIMEOUT_S = 60
@@ -32,6 +33,9 @@ COMMON_ENVIRONMENT = {
 
 # What a user sets in the shell of the driver and expects in every worker, also on a cluster that was started before.
 PASSED_ON = ("WANDB_", "HF_", "NCCL_", "VLLM_", "CUDA_LAUNCH_BLOCKING")
+
+
+_groups: list = []
 
 
 class ResourceError(RuntimeError):
@@ -101,11 +105,13 @@ class ResourcePlan:
         return f"{self.gpus} GPUs ({parts})"
 
 
-def start_ray(device: str, plan: ResourcePlan, environment: dict[str, str], *, log_to_driver: bool) -> None:
+def start_ray(
+    device: str, plan: ResourcePlan, environment: dict[str, str], *, log_to_driver: bool, timeout_s: float = PLACEMENT_TIMEOUT_S
+) -> None:
     """Join the cluster of ``RAY_ADDRESS`` / the job's own, or start a head in this process' own session.
 
     A head started here ends with this process. On a CPU machine it has as many logical GPUs as the plan needs.
-    Raises ``ResourceError`` at once when an existing cluster is too small.
+    Raises ``ResourceError`` at once when an existing cluster is too small, after ``timeout_s`` when it is occupied.
     """
     import ray
 
@@ -125,13 +131,29 @@ def start_ray(device: str, plan: ResourcePlan, environment: dict[str, str], *, l
                 _temp_dir=_ray_directory(),
                 **logical,
             )
-    total = ray.cluster_resources().get("GPU", 0)
-    if total < plan.gpus:
-        kind = "logical GPUs (`ray start --num-gpus N`)" if device == "cpu" else "GPUs"
-        raise ResourceError(
-            f"this run needs {plan}, but the Ray cluster has {total:g} {kind}: lower --actor.num_gpus_per_node, "
-            "--ref.num_gpus_per_node or --vllm.num_engines, or pass --train.colocate_all"
-        )
+    _wait_for_room(device, plan, timeout_s)
+
+
+def _wait_for_room(device: str, plan: ResourcePlan, timeout_s: float) -> None:
+    """Actors without a placement group wait for ever for a resource that never comes free: better an error, now."""
+    import ray
+
+    need = {"GPU": plan.gpus, "CPU": plan.gpus + 1}  # a CPU for each, and one for the controller
+    deadline = time.monotonic() + timeout_s
+    while True:
+        free, total = ray.available_resources(), ray.cluster_resources()
+        short = [name for name, amount in need.items() if free.get(name, 0) < amount]
+        if not short:
+            return
+        if any(total.get(name, 0) < need[name] for name in short) or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    logical = " (logical ones: `ray start --num-gpus N --num-cpus M`)" if device == "cpu" else ""
+    figures = "; ".join(f"{n}: {need[n]:g} needed, {total.get(n, 0):g} in the cluster, {free.get(n, 0):g} free" for n in short)
+    raise ResourceError(
+        f"this run needs {plan}, which the Ray cluster does not have{logical}: {figures}. Lower --actor.num_gpus_per_node, "
+        "--ref.num_gpus_per_node or --vllm.num_engines, pass --train.colocate_all, or wait for the other jobs to end"
+    )
 
 
 def _ray_directory() -> str:
@@ -146,6 +168,14 @@ def _object_store_bytes() -> int:
     return max(80 * 2**20, min(limit, 2 * 2**30))
 
 
+def release_placement_groups() -> None:
+    """Give back what ``placement_group`` reserved: Ray keeps it until the driver ends, not until its actors do."""
+    from ray.util import remove_placement_group
+
+    while _groups:
+        remove_placement_group(_groups.pop())
+
+
 def placement_group(bundles: list[dict], strategy: str = "PACK", timeout_s: float = PLACEMENT_TIMEOUT_S):
     """A ready placement group; ``ResourceError`` naming need and supply when it can't be met in ``timeout_s`` seconds."""
     import ray
@@ -154,6 +184,7 @@ def placement_group(bundles: list[dict], strategy: str = "PACK", timeout_s: floa
 
     group = make(bundles, strategy=strategy)
     if group.wait(timeout_seconds=timeout_s):
+        _groups.append(group)
         return group
     remove_placement_group(group)
     need: dict[str, float] = {}

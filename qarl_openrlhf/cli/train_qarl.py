@@ -78,6 +78,7 @@ def run(args, resources, environment: dict[str, str]) -> None:
     finally:
         stop.set()
         watcher.join(timeout=5)
+        runtime.release_placement_groups()
     report = write_report({args.quant.scheme: [args.metrics.dir]}, args.metrics.dir)
     print(report.text)
     print(f"run directory: {args.metrics.dir} ({', '.join(path.name for path in report.pictures)})")

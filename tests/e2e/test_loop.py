@@ -90,6 +90,21 @@ def test_two_steps(name, tiny_model, flags, tmp_path):
         check_loggers(tmp_path / "tb" / "tiny", rows[-1]["mismatch/abs_logp_mean"])
 
 
+def test_an_occupied_cluster_ends_in_an_error_that_names_the_resource():
+    plan = runtime.ResourcePlan({"actor": 4, "engines": 1})
+    with pytest.raises(runtime.ResourceError, match=r"GPU: 5 needed, 4 in the cluster"):
+        runtime.start_ray("cpu", plan, {}, log_to_driver=False, timeout_s=60)
+    runtime.placement_group([{"GPU": 1, "CPU": 1}] * 2)
+    try:
+        with pytest.raises(runtime.ResourceError, match=r"GPU: 3 needed, 4 in the cluster, 2 free"):
+            runtime.start_ray("cpu", runtime.ResourcePlan({"actor": 3}), {}, log_to_driver=False, timeout_s=2)
+        with pytest.raises(runtime.ResourceError, match=r"GPU: 3 needed, 2 free"):
+            runtime.placement_group([{"GPU": 1}] * 3, timeout_s=2)
+    finally:
+        runtime.release_placement_groups()
+    runtime.start_ray("cpu", runtime.ResourcePlan({"actor": 4}), {}, log_to_driver=False, timeout_s=30)
+
+
 def check_loggers(tensorboard, mismatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
