@@ -115,18 +115,19 @@ def start_ray(
     """
     import ray
 
-    runtime_env = {"env_vars": environment}
+    common = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     if not ray.is_initialized():
         if os.environ.get("RAY_ADDRESS"):
-            ray.init(address="auto", runtime_env=runtime_env, log_to_driver=log_to_driver, logging_level=logging.WARNING)
+            ray.init(address="auto", runtime_env={"env_vars": environment}, **common)
         else:
+            # Workers of a head started here inherit this process' environment. One Python process a logical CPU, started
+            # in advance and for nothing, would take the cores away from the actors.
+            os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
             logical = {"num_gpus": plan.gpus, "num_cpus": plan.gpus + 8} if device == "cpu" else {}
             ray.init(
                 address="local",
                 include_dashboard=False,
-                runtime_env=runtime_env,
-                log_to_driver=log_to_driver,
-                logging_level=logging.WARNING,
+                **common,
                 object_store_memory=_object_store_bytes(),
                 _temp_dir=_ray_directory(),
                 **logical,
