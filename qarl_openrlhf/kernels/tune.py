@@ -58,12 +58,14 @@ class Tuner:
 
 def tuned(kernel: str, family: tuple, candidates: list[Config], launch: Callable[[Config], None]) -> Config:
     """The fastest candidate for this family; ``launch`` runs the kernel and must be repeatable."""
-    if INTERPRETED or len(candidates) == 1 or torch.cuda.is_current_stream_capturing():
+    if INTERPRETED or len(candidates) == 1:
         return candidates[0]
     if Tuner.path is None:
         Tuner.load()
     key = f"{kernel} {' '.join(str(part) for part in family)}"
     if Tuner.choices.get(key) not in candidates:
+        if torch.cuda.is_current_stream_capturing():
+            return candidates[0]  # nothing can be timed now
         Tuner.choices[key] = min(candidates, key=lambda config: _time(launch, config))
         Tuner.save()
     return Tuner.choices[key]

@@ -103,11 +103,12 @@ def _kernel(
     words = tl.load(packed + second * WORDS, mask=here, other=0)
     scale = tl.load(scales + second * (8 * WORDS) // G, mask=here, other=0.0)
     for step in range(first, last):
+        rows = tl.load(x + step * (8 * WORDS), mask=there, other=0.0)
+        total = _dot(w, rows.T, total)
+        # After the product: the memory fence before it would wait for these loads.
         ahead = tl.minimum(step + 2, last - 1)
         words_ahead = tl.load(packed + ahead * WORDS, mask=here, other=0)
         scale_ahead = tl.load(scales + ahead * (8 * WORDS) // G, mask=here, other=0.0)
-        rows = tl.load(x + step * (8 * WORDS), mask=there, other=0.0)
-        total = _dot(w, rows.T, total)
         w = _weights(words, scale, BN, WORDS)
         words, scale = words_ahead, scale_ahead
     inside = here & (row < M)[None, :]
