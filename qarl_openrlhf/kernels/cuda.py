@@ -146,10 +146,25 @@ def quantized_linear(x: Tensor, packed, copy: Tensor | None, bias: Tensor | None
 def _eight_bit_weight(packed, copy: Tensor | None) -> tuple[Tensor, Tensor]:
     """(codes ``[..., N, K]``, float32 channel scales ``[..., N, 1]``)."""
     if packed.scheme.name != "w4a8":
-        return packed.weight, packed.weight_scale.float()
+        return packed.weight, _float_scale(packed.weight_scale)
     if copy is None:
         return w4a8_operand(packed.weight_packed, packed.weight_scale)
     return copy, w4a8_channel(packed.weight_scale)
+
+
+_float_scales: dict[int, tuple] = {}  # id of a scale -> (weak reference to it, its float32 copy)
+
+
+def _float_scale(scale: Tensor) -> Tensor:
+    """The scale in float32, as the products want it; converted once as long as the scale lives."""
+    if torch.compiler.is_compiling():
+        return scale.float()
+    key = id(scale)
+    held = _float_scales.get(key)
+    if held is None or held[0]() is not scale:
+        held = (weakref.ref(scale, lambda _: _float_scales.pop(key, None)), scale.float())
+        _float_scales[key] = held
+    return held[1]
 
 
 def _w4a16(x: Tensor, packed, copy: Tensor | None, bias: Tensor | None, m: int, n: int, k: int) -> Tensor:
