@@ -8,6 +8,7 @@ import sys
 
 import deepspeed
 import torch
+from qarl_openrlhf.patches import deepspeed as deepspeed_patch
 from qarl_openrlhf.quant import QuantScheme, count_changed_codes
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.linear import QuantLinear
@@ -15,6 +16,7 @@ from tiny_models import CONFIGS, tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+deepspeed_patch.apply()  # no g++ run for a shared-memory all-reduce
 SCHEME = QuantScheme.parse("w4a16:g32")
 
 
