@@ -67,7 +67,7 @@ def test_every_task_s_own_answer_is_right(task):
     for row in prompt_rows(task, 3):
         answer = json.loads(row["label"])["answer"]
         assert reward(f" {answer}\n", row["input"], row["label"]) == 1.0
-        if answer.isdigit():  # scorers of words have their own idea of a match
+        if task in ("chain_sum", "products", "gcd"):  # other scorers take the answer out of any text
             assert reward(f" {answer} or so\n", row["input"], row["label"]) == 0.0
 
 
