@@ -2,7 +2,8 @@
 
 The answer is the text inside the last <answer>...</answer> if the response has one, else its first line. The task's own scorer
 judges it, and only its full mark counts: most scorers give part marks to any text that contains the right answer, and a
-policy soon learns to list all numbers. "9 apples" for "9" is therefore 0.
+policy soon learns to list all numbers. "9 apples" for "9" is therefore 0 where the scorer is exact (chain_sum, products, gcd, ...);
+some scorers (gsm_symbolic, spell_backward) take the answer out of any text, and their word counts.
 """
 
 from __future__ import annotations

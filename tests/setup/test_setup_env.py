@@ -57,7 +57,7 @@ def run(tree, *args, env=None, path=None):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
 
 
