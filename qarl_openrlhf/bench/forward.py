@@ -37,7 +37,7 @@ def run(models: list[str]) -> Iterator[dict]:
                     "w4a8 dequant": lambda: _forward(x, packed["w4a8"], operand),
                     "int8 library product only": lambda: _int_mm(packed["w8a8"].weight, max(m, 32), linear.k),
                 }
-                us = times_us(jobs, repeats=11)
+                us = times_us(jobs, repeats=9)
                 row = {"model": model, "layer": linear.layer, "n": linear.n, "k": linear.k, "m": m}
                 for path in jobs:
                     row[f"{path} us"] = us[path]

@@ -7,6 +7,8 @@ import torch
 from qarl_openrlhf.bench.shapes import MODELS
 from qarl_openrlhf.bench.timing import copy_gb_s, copy_job, times_us
 from qarl_openrlhf.kernels import dequantize, quantize_pack
+from qarl_openrlhf.quant import QuantScheme
+from qarl_openrlhf.quant.cache import QuantCache
 
 # bytes a weight: read, codes, scales, and the copy
 _FORMATS: dict[str, tuple[float, Callable]] = {
@@ -63,3 +65,23 @@ def _whole_model(model: str) -> Iterator[dict]:
         for copy in (False, True):
             us = times_us({"all": lambda: [quantize(w, copy) for w in weights]}, repeats=5, graph=False)["all"]
             yield {"what": f"all linears, {name}{' + copy' if copy else ''}", "model": model, "ms": us / 1e3}
+    yield from _through_the_cache(model)
+
+
+def _through_the_cache(model: str) -> Iterator[dict]:
+    """The same weights as Hugging Face names them (q, k, v, gate and up apart), through QuantCache, as the learner does."""
+    qkv, o, gate_up, down = MODELS[model]
+    kv = (qkv.n - o.k) // 2
+    shapes = [(o.k, qkv.k), (kv, qkv.k), (kv, qkv.k), (o.n, o.k), *[(gate_up.n // 2, gate_up.k)] * 2, (down.n, down.k)]
+    weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(qkv.count) for shape in shapes]
+    for name in ("w4a16", "fp8"):
+        for mode in ("packed", "dequant"):
+            cache, scheme = QuantCache(mode), QuantScheme.parse(name)
+
+            def job(cache=cache, scheme=scheme):
+                cache.invalidate()
+                for i, w in enumerate(weights):
+                    cache.step_weight(str(i), w, scheme)
+
+            us = times_us({"all": job}, repeats=5, graph=False)["all"]
+            yield {"what": f"all linears unmerged, QuantCache {mode}, {name}", "model": model, "ms": us / 1e3}

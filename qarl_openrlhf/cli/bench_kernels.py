@@ -11,6 +11,7 @@ import torch
 import triton
 
 from qarl_openrlhf.bench.shapes import MODELS
+from qarl_openrlhf.kernels import dispatch
 
 FAMILIES = ("quantize", "activation", "forward", "small", "grouped", "layer")
 
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
             rows.append(row)
             print("  ".join(f"{key}={_short(value)}" for key, value in row.items()), flush=True)
         _write(Path(args.out), family, rows)
+    print(f"chosen by --quant.kernel auto:\n{dispatch.kernel_choices()}", flush=True)
 
 
 def _short(value) -> str:

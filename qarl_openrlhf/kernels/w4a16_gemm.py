@@ -3,11 +3,10 @@
 Bound by memory (0.52 byte a weight against BF16's 2) up to about 64 rows. Above that, dequantizing once and the library's
 product are faster, and dispatch does that.
 
-Two int32 words become eight registers of two BF16 weights each, one of either word: mask a nibble in each half of a register,
-set the exponent so that it reads 128 + nibble, subtract 136, multiply by the scale (one rounding, as in the reference). That
-leaves the weights of a step of K ordered by nibble first, then by word; as a sum over k has no order, x is put into the same
-order beforehand and no weight ever has to move. The tensor cores take W as their left operand, from shared memory, and x^T as
-the right one, so that 16 rows of x are enough to fill an instruction. While they work on one step the next is unpacked.
+An int32 word becomes eight BF16 weights in registers, two at a time: mask a nibble in each half of the word, set the
+exponent so that it reads 128 + nibble, subtract 136, multiply by the scale (one rounding, as in the reference). The tensor
+cores take W as their left operand, from shared memory, and x^T as the right one, so that 16 rows of x are enough to fill an
+instruction. While they work on one step, the next is loaded; the one after that is fetched into L2.
 
 K is split over several programs if N alone cannot fill the card. The last program of a tile to finish adds the partial sums
 in a fixed order, so results do not depend on timing.
@@ -23,20 +22,21 @@ from qarl_openrlhf.kernels.rounding import NATIVE, narrow, widen
 from qarl_openrlhf.kernels.tune import Config, tuned
 
 MAX_ROWS = 64
+FAR = tl.constexpr(4)  # steps that the fetch into L2 is ahead
 
 
 def _unpack_asm() -> str:
-    """PTX: words $8, $9 and the BF16 scale twice in $10 -> weights of nibbles 0..7 in $0..$7, a bf16x2 of the two words."""
-    lines = ["{.reg .b32 low, high, t, offset;", "mov.b32 offset, 0x43084308;"]  # 136
-    lines += ["prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]  # halves of the words, side by side
-    for j in range(8):
-        source = "low" if j < 4 else "high"
-        if j % 4:
-            lines.append(f"shr.u32 t, {source}, {4 * (j % 4)};")
+    """PTX: word $8 and BF16 scale $9 -> its eight BF16 weights in $0..$7."""
+    lines = ["{.reg .b32 t, s, offset;", "mov.b32 s, {$9, $9};", "mov.b32 offset, 0x43084308;"]  # 136
+    for j in range(4):  # nibbles j and j + 4 are 16 bits apart
+        source = "$8"
+        if j:
+            lines.append(f"shr.u32 t, $8, {4 * j};")
             source = "t"
         lines.append(f"lop3.b32 t, {source}, 0x000f000f, 0x43004300, 0xEA;")  # (source & mask) | exponent
         lines.append("sub.rn.bf16x2 t, t, offset;")
-        lines.append(f"mul.rn.bf16x2 ${j}, t, $10;")
+        lines.append("mul.rn.bf16x2 t, t, s;")
+        lines.append(f"mov.b32 {{${j}, ${j + 4}}}, t;")
     return "\n".join(lines) + "}"
 
 
@@ -50,13 +50,13 @@ def _nibble(words, scale, SHIFT: tl.constexpr):
 
 @triton.jit
 def _weights(words, scale, A: tl.constexpr, B: tl.constexpr):
-    """int32 words [A, B], BF16 scales [A, B] or [A, 1] -> BF16 weights [A, 8 B], column nibble * B + word."""
+    """int32 words [A, B], BF16 scales [A, B] or [A, 1] -> BF16 weights [A, 8 B]."""
     scale = tl.broadcast_to(scale, A, B)
     if NATIVE:
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
-            UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [words, scale],
+            UNPACK, "=h,=h,=h,=h,=h,=h,=h,=h,r,h", [words, scale],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=2,
+            is_pure=True, pack=1,
         )  # fmt: skip
     else:
         w0, w1, w2, w3 = _nibble(words, scale, 0), _nibble(words, scale, 4), _nibble(words, scale, 8), _nibble(words, scale, 12)
@@ -64,8 +64,7 @@ def _weights(words, scale, A: tl.constexpr, B: tl.constexpr):
     # tl.join adds a last axis of 2, so the outermost join is bit 0 of the nibble's number.
     even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
     odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
-    by_word = tl.reshape(tl.join(even, odd), A, B, 8)
-    return tl.reshape(tl.permute(by_word, 0, 2, 1), A, 8 * B)
+    return tl.reshape(tl.join(even, odd), A, 8 * B)
 
 
 @triton.jit
@@ -88,6 +87,7 @@ def _kernel(
     steps = row_words // WORDS
     first, last = part * steps // SPLIT, (part + 1) * steps // SPLIT
     here, there = (column < N)[:, None], (row < M)[:, None]
+    packed_rows = packed + tl.minimum(column, N - 1).to(tl.int64) * row_words
     packed += column[:, None].to(tl.int64) * row_words + word[None, :]
     # Scales of one step: [BN, 1] if a group covers it, else [BN, WORDS] with repeats.
     scales += column[:, None].to(tl.int64) * (K // G)
@@ -109,6 +109,12 @@ def _kernel(
         ahead = tl.minimum(step + 2, last - 1)
         words_ahead = tl.load(packed + ahead * WORDS, mask=here, other=0)
         scale_ahead = tl.load(scales + ahead * (8 * WORDS) // G, mask=here, other=0.0)
+        if NATIVE:
+            far = packed_rows + tl.minimum(step + FAR, last - 1) * WORDS
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [far.to(tl.int64)], dtype=tl.int32, is_pure=False,
+                pack=1,
+            )  # fmt: skip
         w = _weights(words, scale, BN, WORDS)
         words, scale = words_ahead, scale_ahead
     inside = here & (row < M)[None, :]
@@ -136,7 +142,7 @@ def _finish(total, at, inside, bias, column, N, HAS_BIAS: tl.constexpr):
 
 # (BN, WORDS, SPLIT), warps, stages
 CONFIGS = [
-    Config((bn, words, split), warps, 4)
+    Config((bn, words, split), warps, 3)
     for bn, words, warps in ((64, 16, 4), (128, 16, 8), (64, 8, 4), (64, 4, 4))
     for split in (1, 2, 3, 4, 6, 8)
 ]
@@ -173,14 +179,12 @@ def w4a16_gemm(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -
         raise ValueError(f"w4a16_gemm is for at most {MAX_ROWS} rows, not {m}: dequantize and multiply")
     if y.numel() == 0:
         return y
-    packed, scales = packed.contiguous(), scales.contiguous()
+    x, packed, scales = x.contiguous(), packed.contiguous(), scales.contiguous()
     group_size, bm = k // scales.shape[1], max(16, triton.next_power_of_2(m))
     fitting = _fitting(n, k)
-    words = fitting[0].sizes[1]
-    x = x.reshape(m, -1, words, 8).transpose(2, 3).contiguous()  # the weights' order within a step
 
     def launch(config: Config) -> None:
-        bn, _, split = config.sizes
+        bn, words, split = config.sizes
         tiles = triton.cdiv(n, bn)
         partial = torch.empty(split * m * n if split > 1 else 0, dtype=torch.float32, device=x.device)
         _kernel[(tiles, split)](

@@ -173,6 +173,23 @@ def test_ops_have_fakes_and_survive_compile():
     torch.library.opcheck(torch.ops.qarl.dequantize_int4.default, (packed, scales), test_utils=quick)
 
 
+def test_compile_and_checkpointing_see_ordinary_ops():
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    scale = lambda t: torch.ops.qarl.act_quant(t, True)[1] * 2  # noqa: E731
+    assert torch.equal(torch.compile(scale, fullgraph=True, backend="aot_eager")(x.detach()), scale(x.detach()))
+    model = Model().bfloat16().cuda()
+    convert_model(model, QuantScheme.parse("fp8"))
+    gradients = []
+    for run in (model, lambda t: checkpoint(model, t, use_reentrant=False)):
+        model.zero_grad()
+        x.grad = None
+        run(x).float().square().sum().backward()
+        gradients.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 @pytest.mark.parametrize("loads", [[5, 0, 130, 64], [0, 0, 0, 7], [512, 512, 512, 512]])
 @pytest.mark.parametrize("name", ["w4a16", "w8a8", "fp8", "w4a8"])
 def test_grouped_products(name, loads):
