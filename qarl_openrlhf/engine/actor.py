@@ -53,6 +53,8 @@ class QarlRolloutActor(_RolloutActor):
         self.name = "engine"
         self.weights = WeightState()
         self.timeout_s = 120.0
+        self.session = 0  # of the transport group, i.e. of the updates a failure may still speak for
+        self.cleaning = asyncio.Lock()
         self.stop = list(qarl_stop or [])
         self.allow_truncated_sampling = qarl_allow_truncated_sampling
         self.ranks = kwargs.get("tensor_parallel_size", 1)
@@ -153,6 +155,8 @@ class QarlRolloutActor(_RolloutActor):
         if self.weights.state is Weights.UPDATING:  # its learner died in an update, this is the next one
             self.weights.fail(f"{self.weights.reason}, but the learner never finished")
             await self._clean_up()
+        async with self.cleaning:  # the clean-up after an earlier failure must not reach into this session
+            self.session += 1
         init = {k: info[k] for k in ("group", "rank_offset", "verify")}
         request = WeightTransferInitRequest({**init, "address": ray.util.get_node_ip_address()})
         await self._step(self.llm.init_weight_transfer_engine(request))
@@ -173,10 +177,13 @@ class QarlRolloutActor(_RolloutActor):
 
     async def finish_update(self, version: int, names: list[str]) -> list[dict]:
         """Prove the model complete and go READY. names: all tensors the learner sent. Returns each rank's receipt."""
+        session = self.session
         receipts = await self._step(self.llm.finish_weight_update(weight_version=str(version)))
         for receipt in receipts:
             if receipt["tensors"] != len(names):
-                await self._fail(f"rank {receipt['rank']} got {receipt['tensors']} of {len(names)} tensors")
+                await self._fail(f"rank {receipt['rank']} got {receipt['tensors']} of {len(names)} tensors", session)
+        if session != self.session:
+            raise SyncError(f"{self.name}: version {version} was given up before it was complete")
         await self._step(self.llm.resume_generation())
         self.weights.complete(version)
         return [{"engine": self.name, **receipt} for receipt in receipts]
@@ -188,25 +195,28 @@ class QarlRolloutActor(_RolloutActor):
 
     async def _step(self, call: Awaitable) -> list[dict]:
         """Await one step of vLLM's life cycle and every rank's status after it; SyncError and FAILED if any went wrong."""
+        session = self.session
         try:
             await self._alive(call)
             status = await self._alive(self.llm.collective_rpc("qarl_status"))
         except Exception as error:
-            await self._fail(f"{type(error).__name__}: {error}")
+            await self._fail(f"{type(error).__name__}: {error}", session)
         broken = [s for s in status if s["error"]]
         if broken:
-            await self._fail("; ".join(f"rank {s['rank']}: {s['error']}" for s in broken))
+            await self._fail("; ".join(f"rank {s['rank']}: {s['error']}" for s in broken), session)
         return status
 
-    async def _fail(self, reason: str) -> None:
-        self.weights.fail(reason)
-        await self._clean_up()
+    async def _fail(self, reason: str, session: int) -> None:
+        if session == self.session:  # else the learner gave this update up long ago, and a later one is under way
+            self.weights.fail(reason)
+            await self._clean_up()
         raise SyncError(f"{self.name}: {reason}")
 
     async def _clean_up(self) -> None:
         """Close vLLM's update session and abort what is in flight; a worker that still waits for a peer delays only this."""
         try:
-            await asyncio.wait_for(self._close_session(), timeout=5.0)
+            async with self.cleaning:
+                await asyncio.wait_for(self._close_session(), timeout=5.0)
         except Exception as error:
             print(f"{self.name}: clean-up after a failed weight update: {type(error).__name__}: {error}", flush=True)
 

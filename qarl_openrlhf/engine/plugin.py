@@ -1,5 +1,9 @@
 """vLLM plugin (``vllm.general_plugins``): vLLM calls :func:`register` in every process it starts."""
 
+import multiprocessing
+import os
+import threading
+
 
 def register() -> None:
     """Make the quantization method and the weight-transfer backend "qarl" known to vLLM. May be called any number of times."""
@@ -10,8 +14,30 @@ def register() -> None:
     from qarl_openrlhf.patches import vllm as patch
 
     patch.apply()
-
     if METHOD not in quantization.QUANTIZATION_METHODS:
         quantization.register_quantization_config(METHOD)(QarlConfig)
     if "qarl" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("qarl", "qarl_openrlhf.sync.receiver", "QarlWeightTransfer")
+    die_with_parent()
+
+
+_watched = False
+
+
+def die_with_parent() -> None:
+    """End this process when the one that started it is gone: called in vLLM's child processes, nothing elsewhere.
+
+    A killed actor (a node out of memory, ``ray.kill``) cannot take its EngineCore with it, and vLLM's EngineCore waits for
+    requests for ever: an orphan that holds the model, the KV cache and, on GPUs, the device memory.
+    """
+    global _watched
+    parent = multiprocessing.parent_process()
+    if _watched or parent is None:
+        return
+    _watched = True
+
+    def watch():
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="qarl-parent-watch", daemon=True).start()

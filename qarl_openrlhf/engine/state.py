@@ -30,16 +30,17 @@ class WeightState:
         self.settled = asyncio.Event()
         self.settled.set()
         self._live = False
+        self._begun: int | None = None
 
     def begin(self, version: int) -> None:
         if self.state is Weights.UPDATING:
             raise RuntimeError(f"update {version} begun while another one is under way; abort that one first")
-        self._live = self.state is Weights.READY
+        self._live, self._begun = self.state is Weights.READY, version
         self.state, self.reason = Weights.UPDATING, f"version {version} is being published"
         self.settled.clear()
 
     def complete(self, version: int) -> None:
-        if self.state is not Weights.UPDATING:
+        if self.state is not Weights.UPDATING or version != self._begun:
             raise RuntimeError(f"update {version} finished in state {self.state.value} ({self.reason})")
         self.state, self.version, self.reason = Weights.READY, version, None
         self.settled.set()

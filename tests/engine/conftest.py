@@ -21,7 +21,7 @@ class Bench:
     def __init__(self, learner: tiny.Learner, engines: list, **publisher):
         self.learner, self.engines = learner, engines
         # Small buckets: every publish takes several, so that a late error finds earlier buckets applied.
-        self.publisher = Publisher(engines, **{"bucket_mb": 0.1, "timeout_s": 40, "verify": "readback", **publisher})
+        self.publisher = Publisher(engines, **{"bucket_mb": 0.1, "timeout_s": 60, "verify": "readback", **publisher})
         self.version = 0
         self.refusals = [refusal(call) for engine in engines for call in sampling_calls(engine)]
 

@@ -94,6 +94,8 @@ def test_states():
             state.complete(1)
         state.begin(2)  # healing: the weights before it are no fall-back
         await refused("UPDATING")
+        with pytest.raises(RuntimeError, match="update 1 finished"):
+            state.complete(1)  # a late answer of the update before
         state.complete(2)
         await state.wait_ready("engine 7", 0.05)
         assert state.version == 2

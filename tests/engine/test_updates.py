@@ -1,5 +1,6 @@
 """Updates that go wrong end in an error that names tensor and engine, and never in a rollout on half-updated weights."""
 
+import asyncio
 import os
 import signal
 import time
@@ -86,7 +87,7 @@ def test_wrong_tensors(qwen3, fault):
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:
         qwen3.publish(change(qwen3.learner.tensors()))
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 35  # it need not wait for its 60 s
     assert tensor in str(caught.value) and detail in str(caught.value)
     if fault != "twice":  # that one is the learner's fault, no engine saw it
         assert "engine 0" in str(caught.value)
@@ -192,6 +193,19 @@ def test_requests_in_flight_are_aborted_if_the_update_fails(qwen3):
     assert_heals(qwen3)
 
 
+def test_a_late_failure_of_a_given_up_update_does_not_reach_into_the_next(qwen3):
+    """A step of an old update that fails after a new learner has connected neither fails nor cleans up the new one."""
+    qwen3.publish()
+
+    def fail_late(actor):
+        loop = actor.llm.output_handler.get_loop()
+        return str(asyncio.run_coroutine_threadsafe(actor._fail("late", actor.session - 1), loop).exception(20))
+
+    assert "late" in ray.get(qwen3.engines[0].__ray_call__.remote(fail_late), timeout=30)
+    assert [state["state"] for state in qwen3.states()] == ["READY"] * 2
+    assert (tiny.probe(qwen3.engines[0], TEXT) - qwen3.learner.log_probs(TEXT)).abs().max() < 1e-3
+
+
 def test_the_prefix_cache_is_dropped_with_the_old_weights(qwen3):
     prompt = [3 + i % 250 for i in range(300)]  # several blocks
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -219,7 +233,7 @@ def test_both_engines_have_the_same_version_and_weights(qwen3):
 def test_an_engine_that_hangs_ends_the_publish_at_its_deadline(qwen3):
     qwen3.publish()
     qwen3.publisher.close()
-    impatient = Publisher(qwen3.engines, bucket_mb=0.1, timeout_s=6)
+    impatient = Publisher(qwen3.engines, bucket_mb=0.1, timeout_s=8)
     pid = tiny.process_id(qwen3.engines[1])
 
     def tensors():
@@ -232,11 +246,11 @@ def test_an_engine_that_hangs_ends_the_publish_at_its_deadline(qwen3):
     try:
         with pytest.raises(SyncError, match="no answer from .*engine 1"):
             impatient.publish(tensors(), qwen3.version + 1)
-        assert time.monotonic() - started < 6 + 5
+        assert time.monotonic() - started < 8 + 12
         assert qwen3.states()[0]["state"] == "FAILED"
     finally:
         os.kill(pid, signal.SIGCONT)
-    time.sleep(6)  # the stopped engine finds its group timed out
+    time.sleep(8)  # the stopped engine finds its group timed out
     assert_heals(qwen3)
 
 
@@ -261,15 +275,16 @@ def test_a_learner_that_dies_leaves_no_half_updated_engine_sampling(qwen3, momen
 
     doomed = DoomedLearner.remote()
     doomed.publish.remote(qwen3.engines, qwen3.version + 1)
-    until = time.monotonic() + 60
-    while any(state["state"] != "UPDATING" for state in qwen3.states()) and time.monotonic() < until:
+    until = time.monotonic() + 150  # a Ray worker has to start
+    while (states := [state["state"] for state in qwen3.states()]) != ["UPDATING"] * 2:
+        assert time.monotonic() < until, states
         time.sleep(0.05)
     time.sleep(1)
     ray.kill(doomed)
     started = time.monotonic()
     for engine in qwen3.engines:
         assert isinstance(refusal(engine.generate.remote([5, 6], SamplingParams(max_tokens=2))), EngineNotReady)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 25
     qwen3.publisher = Publisher(qwen3.engines, bucket_mb=0.1, timeout_s=40, verify="readback")
     assert_heals(qwen3)
 
@@ -287,7 +302,7 @@ def test_a_worker_process_that_dies_ends_the_publish(qwen2):
     started = time.monotonic()
     with pytest.raises(SyncError, match="engine 0"):
         qwen2.publish(tensors())
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 35  # it need not wait for its 60 s
     assert qwen2.states()[0]["state"] == "FAILED"
     with pytest.raises(SyncError, match="engine 0"):
         qwen2.publish()
@@ -295,6 +310,7 @@ def test_a_worker_process_that_dies_ends_the_publish(qwen2):
 
 def test_an_actor_that_dies_ends_the_publish_and_the_others_can_go_on(qwen3):
     qwen3.publish()
+    core = psutil.Process(tiny.process_id(qwen3.engines[1]))
 
     def tensors():
         for i, pair in enumerate(qwen3.learner.tensors().items()):
@@ -305,12 +321,13 @@ def test_an_actor_that_dies_ends_the_publish_and_the_others_can_go_on(qwen3):
     started = time.monotonic()
     with pytest.raises(SyncError, match="engine 1: the engine is dead"):
         qwen3.publish(tensors())
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 35  # it need not wait for its 60 s
     assert ray.get(qwen3.engines[0].weights_state.remote(), timeout=30)["state"] == "FAILED"
+    core.wait(20)  # TimeoutExpired if the process with the model outlives its actor
     started = time.monotonic()
     with pytest.raises(SyncError, match="engine 1: the engine is dead"):
         qwen3.publish()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 35  # it need not wait for its 60 s
     # A new group without the dead engine.
     rest = Publisher(qwen3.engines[:1], bucket_mb=0.1, timeout_s=40)
     rest.publish(iter(qwen3.learner.tensors().items()), qwen3.version + 1)
