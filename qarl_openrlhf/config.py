@@ -139,6 +139,12 @@ def _check_quantized(args, scheme: QuantScheme, device: str) -> None:
         raise ConfigError(f"--ds.tensor_parallel_size > 1 with --quant.scheme {scheme} is not supported; use ZeRO-3")
     if args.ds.use_liger_kernel:
         raise ConfigError(f"--ds.use_liger_kernel replaces the linear layers that --quant.scheme {scheme} quantizes; drop it")
+    if scheme.aligned and scheme.activation_format != "bf16" and args.vllm.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--vllm.tensor_parallel_size {args.vllm.tensor_parallel_size} with --quant.scheme {scheme}: each engine rank would "
+            "quantize its own share of a token's activations, the learner the whole token, so the two would not be aligned; use "
+            "tensor parallel size 1 and more engines, or w4a16"
+        )
     if device == "cpu" and scheme.name in ("fp8", "w4a8"):
         raise ConfigError(
             f"--quant.scheme {scheme} needs a GPU engine: vLLM has no {scheme.name} kernel for CPUs. On a CPU use w4a16 or w8a8"

@@ -26,6 +26,7 @@ COMMON_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "180",  # a busy machine of two cores takes more than Ray's 30 s
     # Zero-copy tensors out of the object store are read-only, and torch warns at every one of them.
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "0",
 }

@@ -8,8 +8,11 @@ from openrlhf.trainer.ray import launcher, ppo_critic
 
 
 def plain_class(actor_class) -> type:
-    """The Python class that ``@ray.remote`` wrapped."""
-    return actor_class.__ray_metadata__.modified_class
+    """The Python class as it was written, under ``@ray.remote``.
+
+    Not ``modified_class``: a subclass of that inherits its identity, so that a handle looked up by name rebuilds the parent.
+    """
+    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class ReferenceModelActor(plain_class(launcher.ReferenceModelActor)):

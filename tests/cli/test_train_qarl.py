@@ -81,6 +81,7 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--reward.remote_url", ""], "no reward"),
         (["--data.prompt_dataset", ""], "--data.prompt_dataset is missing"),
         (["--preset", "no_such"], "unknown preset 'no_such'"),
+        (["--quant.scheme", "w8a8", "--vllm.tensor_parallel_size", "2"], "not be aligned"),
         (["--objective.name", "tbpo", "--objective.drop"], "--objective.drop counts"),
         (["--objective.name", "onpolicy_grpo"], "one optimizer step a rollout"),
         (["--sync.probe_every", "0"], "at least 1"),
