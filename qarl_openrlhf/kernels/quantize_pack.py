@@ -111,29 +111,37 @@ def engine_group(scale, channel):
 
 @triton.jit
 def _w4a8_kernel(
-    w, packed, scales, copy, GROUPS: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr
+    w, packed, scales, copy, GROUPS: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr
 ):  # fmt: skip
-    """One row of GROUPS groups: its scales move onto the engine's grid before the codes are computed."""
-    index = tl.arange(0, BLOCK)
-    inside = index < GROUPS
-    group = tl.program_id(0).to(tl.int64) * GROUPS + index
-    at = group[:, None] * G + tl.arange(0, G)[None, :]
-    x = widen(tl.load(w + at, mask=inside[:, None], other=0.0))
-    scale = tl.where(inside, weight_scale(absmax(x, 1), 1.0 / 7.5), 0.0)
-    largest = absmax(scale, 0)
+    """One row, in chunks of CHUNK groups: its scales move onto the engine's grid before the codes are computed."""
+    first = tl.program_id(0).to(tl.int64) * GROUPS
+    group, column = tl.arange(0, CHUNK), tl.arange(0, G)[None, :]
+    chunks, chunk_scales = (), ()
+    largest = tl.zeros((CHUNK,), dtype=tl.float32)
+    for start in tl.static_range(0, GROUPS, CHUNK):
+        inside = start + group < GROUPS
+        x = tl.load(w + (first + start + group)[:, None] * G + column, mask=inside[:, None], other=0.0)
+        scale = tl.where(inside, weight_scale(absmax(widen(x), 1), 1.0 / 7.5), 0.0)
+        largest = larger(largest, scale)
+        chunks = chunks + (x,)
+        chunk_scales = chunk_scales + (scale,)
+    largest = absmax(largest, 0)
     channel = engine_channel(largest)
-    fine = larger(engine_group(scale, channel), SMALLEST)
-    stored = narrow(fine * (channel * 8.0))
-    tl.store(scales + group, stored, mask=inside)
-    shifted = shifted_int4(quotient(x, widen(stored)[:, None]))
-    packed_at = packed + group[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
-    store_int4(shifted, packed_at, inside[:, None], BLOCK, G)
-    if COPY:
-        # The channel scale that the engine will compute from the stored scales. Its group scales will be ``fine``: a stored
-        # scale is within 2^-8 of their product with the channel scale, and e4m3 numbers are further apart.
-        engines = engine_channel(widen(narrow(larger(engine_group(largest, channel), SMALLEST) * (channel * 8.0))))
-        operand = round_e4m3((shifted - SHIFT) * fine[:, None])
-        tl.store(copy + at, narrow(operand * (engines * 8.0)), mask=inside[:, None])
+    # The channel scale that the engine will compute from the stored scales. Its group scales will be the ones below: the
+    # stored scale is within 2^-8 of their product with the channel scale, and e4m3 numbers are further apart.
+    engines = engine_channel(widen(narrow(larger(engine_group(largest, channel), SMALLEST) * (channel * 8.0))))
+    for i in tl.static_range(len(chunks)):
+        inside = i * CHUNK + group < GROUPS
+        at = first + i * CHUNK + group
+        fine = larger(engine_group(chunk_scales[i], channel), SMALLEST)
+        stored = widen(narrow(fine * (channel * 8.0)))
+        tl.store(scales + at, narrow(stored), mask=inside)
+        shifted = shifted_int4(quotient(widen(chunks[i]), stored[:, None]))
+        packed_at = packed + at[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
+        store_int4(shifted, packed_at, inside[:, None], CHUNK, G)
+        if COPY:
+            operand = round_e4m3((shifted - SHIFT) * fine[:, None])
+            tl.store(copy + at[:, None] * G + column, narrow(operand * (engines * 8.0)), mask=inside[:, None])
 
 
 def row_launch(k: int) -> tuple[int, int]:
@@ -184,10 +192,10 @@ def quantize_w4a8(w: Tensor, copy: bool):
     outputs = _w4a8_outputs(w, copy)
     groups = w.shape[-1] // 128
     if w.numel():
-        row_launch(w.shape[-1])  # refuses rows that are too long
-        block = triton.next_power_of_2(groups)
-        warps = min(max(block // 8, 1), 16)
-        _w4a8_kernel[(w.numel() // w.shape[-1],)](w, *outputs, groups, block, 128, copy, num_warps=warps)
+        chunk, warps = row_launch(w.shape[-1])
+        _w4a8_kernel[(w.numel() // w.shape[-1],)](
+            w, *outputs, groups, max(chunk // 128, 1), 128, copy, num_warps=warps
+        )
     return outputs
 
 
