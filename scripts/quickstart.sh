@@ -20,7 +20,7 @@ cd "$root"
 
 "$python" -m qarl_openrlhf.data.smollm2 "$inputs/SmolLM2-135M-Instruct"
 # Four worked examples, one a line, then the open problem; the same examples for every seed.
-"$python" -m qarl_openrlhf.data.reasoning_gym --task chain_sum --style equation --shots 4 --shot_seed 1 --exclude " - " \
+"$python" -m qarl_openrlhf.data.reasoning_gym --task chain_sum --style equation --shots 4 --shot_seed 3 --exclude " - " \
     --config min_terms=2 max_terms=2 min_digits=1 max_digits=1 --n $((steps * 8)) --seed "$seed" --out "$inputs/sums-$steps-$seed.jsonl"
 
 exec "$python" -m qarl_openrlhf.cli.train_qarl \
