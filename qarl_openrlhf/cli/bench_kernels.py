@@ -4,7 +4,6 @@ import argparse
 import importlib
 import json
 import platform
-import sys
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         for row in importlib.import_module(f"qarl_openrlhf.bench.{family}").run(args.models):
             rows.append(row)
             print("  ".join(f"{key}={_short(value)}" for key, value in row.items()), flush=True)
-        _write(Path(args.out), family, rows)
+        _write(Path(args.out), family, args.models, rows)
     print(f"chosen by --quant.kernel auto:\n{dispatch.kernel_choices()}", flush=True)
 
 
@@ -42,10 +41,11 @@ def _short(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _write(directory: Path, family: str, rows: list[dict]) -> None:
+def _write(directory: Path, family: str, models: list[str], rows: list[dict]) -> None:
     card = torch.cuda.get_device_name()
+    chosen = "" if models == list(MODELS) else f" --models {' '.join(models)}"
     record = {
-        "command": "python -m qarl_openrlhf.cli.bench_kernels " + " ".join(sys.argv[1:]),
+        "command": f"python -m qarl_openrlhf.cli.bench_kernels {family}{chosen}",
         "card": card,
         "versions": {
             "torch": torch.__version__,
