@@ -24,6 +24,11 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
     Args:
         flat: argparse namespace with dotted names; typed: the names the user typed (never changed silently).
     """
+    if device == "cuda":
+        raise ConfigError(
+            "training on a GPU is not finished: the weight push to vLLM's GPU engines does not exist yet; use --device cpu in an "
+            "environment made by scripts/setup_env.sh --cpu"
+        )
     QuantScheme.parse(getattr(flat, "quant.scheme"))
     for flag, meaning in REQUIRED.items():
         if not getattr(flat, flag):

@@ -13,7 +13,7 @@ seed=${QARL_QUICKSTART_SEED:-0}
 lr=${QARL_QUICKSTART_LR:-1e-5}
 out=${QARL_QUICKSTART_DIR:-$root/runs/quickstart}
 inputs=$root/runs/inputs
-"$root/scripts/setup_env.sh"
+"$root/scripts/setup_env.sh" --cpu
 unset PYTHONPATH
 python=${QARL_VENV:-$root/.venv}/bin/python
 cd "$root"

@@ -60,7 +60,7 @@ class QarlConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str):
         if isinstance(layer, RoutedExperts):
-            raise NotImplementedError(f"{prefix}: mixture-of-experts models have no CPU engine method yet")
+            raise NotImplementedError(f"{prefix}: mixture-of-experts models have no CPU engine method yet; use a dense model")
         if isinstance(layer, LinearBase):
             # The learner's rule (quant.convert): decoder layers, without router gates.
             last = prefix.rsplit(".", 1)[-1]

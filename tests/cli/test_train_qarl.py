@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from qarl_openrlhf import config
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.cli.host import HostCommandLine
 from tests.tiny_models import save_tiny_model
@@ -127,3 +128,10 @@ def test_module_runs_as_a_program():
         [sys.executable, "-m", "qarl_openrlhf.cli.train_qarl", "--quant.scheme", "nonsense"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "nonsense" in done.stderr
+
+
+def test_a_gpu_run_is_refused_before_anything_starts(base):
+    host = HostCommandLine()
+    train_qarl.add_flags(host.parser)
+    with pytest.raises(config.ConfigError, match="--device cpu"):
+        config.prepare(host.parser.parse_args(base), "cuda", set())
