@@ -8,6 +8,7 @@ Shapes: T rows in all, E experts, x ``[T, K]``, weights ``[E, N, K]``, ends int3
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,11 +20,19 @@ def forward(x: Tensor, packed, copy: Tensor | None, ends: Tensor) -> Tensor:
     """``[T, K] -> [T, N]`` in x's dtype; ``packed`` has an expert axis, ``copy`` is its weight_operand if at hand."""
     if dispatch.on_card(x, packed.weight_scale):
         return dispatch.card().grouped_linear(x, packed, copy, ends)
-    parts = []
-    for e, rows in enumerate(_by_expert(x, ends)):
+
+    def multiply(e: int, rows: Tensor) -> Tensor:
         operand = None if copy is None else copy[e]
-        parts.append(dispatch.quantized_linear(rows, expert(packed, e), operand, None, packed.scheme))
-    return torch.cat(parts)
+        return dispatch.quantized_linear(rows, expert(packed, e), operand, None, packed.scheme)
+
+    return _each_expert(x, ends, packed.shape[-2], multiply)
+
+
+def plain_forward(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """``[T, K] -> [T, N]`` in x's dtype with unquantized weights, or their float32 :func:`product.operand`; no autograd."""
+    if x.is_cuda and x.dtype == w.dtype == torch.bfloat16:
+        return torch._grouped_mm(x.contiguous(), w.transpose(-2, -1), offs=ends)
+    return _each_expert(x, ends, w.shape[-2], lambda e, rows: product.forward(rows, w[e], None))
 
 
 def backward(
@@ -35,7 +44,7 @@ def backward(
         dx = torch._grouped_mm(dy, w, offs=ends) if needs[0] else None
         return dx, torch._grouped_mm(dy.t(), x.contiguous(), offs=ends) if needs[1] else None
     groups = list(zip(_by_expert(dy, ends), _by_expert(x, ends), strict=True))
-    dx = torch.cat([product.matmul(g, w[e], x.dtype) for e, (g, _) in enumerate(groups)]) if needs[0] else None
+    dx = _each_expert(dy, ends, x.shape[-1], lambda e, rows: product.matmul(rows, w[e], x.dtype)) if needs[0] else None
     dw = torch.stack([product.matmul(g.t(), rows, weight_dtype) for g, rows in groups]) if needs[1] else None
     return dx, dw
 
@@ -45,6 +54,17 @@ def expert(packed, e: int):
     fields = {name: getattr(packed, name) for name in ("weight_packed", "weight", "weight_scale")}
     picked = {name: tensor[e] for name, tensor in fields.items() if tensor is not None}
     return dataclasses.replace(packed, shape=packed.shape[1:], **picked)
+
+
+def _each_expert(x: Tensor, ends: Tensor, n: int, multiply: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """``[T, n]``: ``multiply(e, rows of expert e)`` for every expert that has rows. Many have none when tokens are few."""
+    y = x.new_empty((x.shape[0], n))
+    start = 0
+    for e, end in enumerate(ends.tolist()):
+        if end > start:
+            y[start:end] = multiply(e, x[start:end])
+        start = end
+    return y
 
 
 def _by_expert(x: Tensor, ends: Tensor) -> list[Tensor]:
@@ -66,3 +86,17 @@ class GroupedStraightThrough(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         w = ctx.quantized.backward_weight() if ctx.needs_input_grad[0] else None
         return *backward(dy, x, w, ends, ctx.needs_input_grad[:2], ctx.weight_dtype), None, None
+
+
+class GroupedPlain(torch.autograd.Function):
+    """:func:`plain_forward` with its gradients; saves x and the parameter, as an ordinary linear layer does."""
+
+    @staticmethod
+    def forward(ctx, x, weight, ends):
+        ctx.save_for_backward(x, weight, ends)
+        return plain_forward(x, weight, ends)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, ends = ctx.saved_tensors
+        return *backward(dy, x, weight, ends, ctx.needs_input_grad[:2], weight.dtype), None

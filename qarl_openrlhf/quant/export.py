@@ -11,6 +11,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from qarl_openrlhf.quant import expert_names
 from qarl_openrlhf.quant.convert import published_tensors
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -31,7 +32,7 @@ def export_checkpoint(
     Everything is written to a directory beside ``out_dir`` that then takes its place, so a crash leaves no half-written one.
     """
     model = source if isinstance(source, nn.Module) else None
-    tensors = dict(published_tensors(model, scheme) if model is not None else source)
+    tensors = dict(expert_names.to_checkpoint(published_tensors(model, scheme) if model is not None else source))
     config = copy.deepcopy(config)
     if model is not None:
         config.architectures = [type(model).__name__]
@@ -65,8 +66,7 @@ def unquantized_linears(names_and_tensors: dict[str, Tensor]) -> list[str]:
 
 
 def _write_tensors(tensors: dict[str, Tensor], directory: str, max_shard_size: str) -> None:
-    # Safetensors refuses views of shared storage; .contiguous() of a contiguous tensor costs nothing.
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    tensors = {name: _own_storage(tensor.detach().cpu().contiguous()) for name, tensor in tensors.items()}
     plan = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
     for filename, names in plan.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, os.path.join(directory, filename), metadata={"format": "pt"})
@@ -74,6 +74,11 @@ def _write_tensors(tensors: dict[str, Tensor], directory: str, max_shard_size: s
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         with open(os.path.join(directory, INDEX_NAME), "w") as file:
             json.dump(index, file, indent=2, sort_keys=True)
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """Safetensors refuses views of shared storage, such as one expert of a stacked weight."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _replace(new: str, target: str) -> None:

@@ -131,6 +131,17 @@ class QuantScheme:
         k = in_features // tp if row_parallel else in_features
         if self.group_size and k % self.group_size:
             return f"{k} input features a rank do not divide by group size {self.group_size}"
+        if ".experts." in layer_name:
+            # gate and up are stacked, gate rows first, and each rank holds its share of both
+            intermediate = in_features if row_parallel else out_features // 2
+            if intermediate % tp:
+                return f"the experts' intermediate size {intermediate} does not divide by TP {tp}"
+            hidden = out_features if row_parallel else in_features
+            if self.name == "w4a8" and (hidden % 256 or (intermediate // tp) % 256):
+                return (
+                    "the W4A8 kernel for experts needs hidden and (a rank's) intermediate sizes in multiples of 256, not "
+                    f"{hidden} and {intermediate // tp}"
+                )
         if self.name == "w4a8" and out_features % 128:
             return f"the W4A8 kernel needs output features in multiples of 128, not {out_features}"
         if self.name == "w4a8" and row_parallel and tp > 1:

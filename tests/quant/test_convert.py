@@ -27,7 +27,7 @@ def test_every_linear_of_the_decoder_layers_and_nothing_else(family):
     assert {plan.name for plan in report.quantized} == names
     assert {n for n, m in model.named_modules() if isinstance(m, QuantLinear)} == names | {"lm_head"}
     (head,) = [plan for plan in report.layers if plan.scheme is None]
-    assert head == ("lm_head", 160, 128, None, "outside the decoder layers")
+    assert head[:5] == ("lm_head", 160, 128, None, "outside the decoder layers")
     (q_proj,) = [plan for plan in report.layers if plan.name == "model.layers.1.self_attn.q_proj"]
     assert q_proj[:4] == (q_proj.name, 128, 128, parse("w4a16:g64"))
 

@@ -1,7 +1,7 @@
 """Tiny random dense models of the three supported families."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 _COMMON = dict(
     vocab_size=160,
@@ -19,14 +19,27 @@ CONFIGS = {
     "qwen2": lambda **kw: Qwen2Config(**_COMMON | kw),
     "qwen3": lambda **kw: Qwen3Config(head_dim=32, **_COMMON | kw),
 }
+MOE = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, head_dim=32, initializer_range=0.05
+)
 LAYERS = 2
 LINEARS = 7 * LAYERS
+MOE_LAYERS = 6 * LAYERS  # q, k, v, o, and two stacked expert weights
 
 
 def tiny(family: str = "llama", dtype=torch.bfloat16, **kwargs):
     """A model whose weights, biases and norms are all far from their initial values."""
+    return _filled(CONFIGS[family](**kwargs), dtype)
+
+
+def tiny_moe(dtype=torch.bfloat16, **kwargs):
+    """Qwen3-MoE: two layers of four experts, two of them a token."""
+    return _filled(Qwen3MoeConfig(**_COMMON | MOE | kwargs), dtype)
+
+
+def _filled(config, dtype):
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**kwargs), dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1:

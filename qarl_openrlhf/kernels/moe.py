@@ -1,0 +1,41 @@
+"""The routed block of a mixture-of-experts layer, for learner and engine alike: which experts, and their gated MLPs.
+
+    y[t] = sum_j weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])),    e = ids[t, j]
+
+Shapes: T tokens, E experts, k experts a token, H hidden, I intermediate; x ``[T, H]``. Routing weights stay in float32, as in
+vLLM's kernels, and the sum over a token's experts is rounded once: a routing weight rounded to BF16 first would be off by up
+to 0.4 %, in every layer.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Product = Callable[[Tensor, Tensor], Tensor]  # (rows sorted by expert [T k, K], ends int32 [E]) -> [T k, N]
+
+
+def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Router logits ``[T, E]`` -> (weights float32 ``[T, k]``, expert ids int64 ``[T, k]``), largest first."""
+    weights, ids = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), top_k, dim=-1)
+    return weights_of(weights, renormalize), ids
+
+
+def weights_of(chosen: Tensor, renormalize: bool) -> Tensor:
+    """Routing weights from the float32 probabilities ``[T, k]`` of the chosen experts."""
+    return chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
+
+
+def experts_mlp(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Product, down: Product, experts: int) -> Tensor:
+    """``[T, H] -> [T, H]`` in x's dtype; differentiable where the two products are.
+
+    gate_up makes ``[T k, 2 I]``, the gate's rows first; down makes ``[T k, H]``.
+    """
+    tokens, k = ids.shape
+    by_expert, order = ids.flatten().sort(stable=True)  # stable: a token's rows do not depend on the sort
+    ends = torch.searchsorted(by_expert, torch.arange(experts, device=ids.device), right=True).to(torch.int32)
+    gate, up = gate_up(x[order // k], ends).chunk(2, -1)
+    y = down(F.silu(gate) * up, ends)
+    y = y[order.argsort()].view(tokens, k, -1).float() * weights.float().unsqueeze(-1)
+    return y.sum(1).to(x.dtype)
