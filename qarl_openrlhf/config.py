@@ -113,12 +113,6 @@ def _check_objective(args, typed: set[str]) -> None:
         )
     build_objective(args.objective.name, **given)  # refuses values out of range, here and not in a Ray worker
     args.objective.hyperparameters = given
-    ranks = args.actor.num_nodes * args.actor.num_gpus_per_node
-    if given.get("drop") and (args.train.batch_size > args.train.micro_batch_size or ranks > 1):
-        raise ConfigError(
-            "--objective.drop counts the kept responses of a whole optimizer step, which is known only where a step is one "
-            f"micro-batch on one rank: set --train.micro_batch_size {args.train.batch_size} on one GPU, or drop the flag"
-        )
     if find_spec(args.objective.name).on_policy:
         updates = args.rollout.batch_size * args.rollout.n_samples_per_prompt * args.train.max_epochs / args.train.batch_size
         if updates != 1:

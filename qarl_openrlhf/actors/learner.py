@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import deepspeed
+import ray
 import torch
 import torch.distributed as dist
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -12,10 +13,12 @@ from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.utils.loss_utils import iter_grad_accum_global_norm
 from torch.utils.data import DataLoader
 
-from qarl_openrlhf.actors.loss import ObjectiveLoss
-from qarl_openrlhf.metrics import error_tokens, mismatch
+from qarl_openrlhf.actors.kept import global_kept, optimizer_steps
+from qarl_openrlhf.actors.loss import ObjectiveLoss, ObservedLoss
 from qarl_openrlhf.metrics.accumulate import Sums
 from qarl_openrlhf.metrics.changed_codes import ChangedCodes
+from qarl_openrlhf.metrics.diagnostics import Diagnostics
+from qarl_openrlhf.metrics.start_policy import MAX_RESPONSES, SHARE, StartPolicy
 from qarl_openrlhf.objectives import band_warning, build_objective, metrics_from_sums
 from qarl_openrlhf.quant.convert import published_tensors
 from qarl_openrlhf.sync.probe import LogprobProbe
@@ -37,6 +40,11 @@ class QarlActorTrainer(ActorPPOTrainer):
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         if self.args.objective.name:
             self.actor_loss_fn = ObjectiveLoss(build_objective(self.args.objective.name, **self.args.objective.hyperparameters))
+        else:
+            self.actor_loss_fn = ObservedLoss(self.actor_loss_fn)
+        self.diagnostics = Diagnostics(self.device, self.tokenizer)
+        self.start_policy = StartPolicy.load(self.args.metrics.dir) if self.args.ckpt.load_enable else None
+        self.start_policy_saved = self.start_policy is not None
         self.version = 0
         self.gather_seconds = 0.0
         self.publish_metrics: dict = {}
@@ -66,10 +74,12 @@ class QarlActorTrainer(ActorPPOTrainer):
     def ppo_train(self, kl_ctl: float) -> dict:
         """Train on the replay buffer; returns the rollout's metrics (on rank 0; other ranks return an empty dict)."""
         started = time.perf_counter()
+        self._remember_start_policy()
         batches = self._fixed_micro_batches()
         if not batches:
             return {}
         sums = Sums()
+        self.diagnostics.begin(getattr(self.actor_loss_fn, "objective", None))
         for batch in batches:
             self._set_old_log_probs(batch, sums)
         old_log_probs_s = time.perf_counter() - started
@@ -78,19 +88,26 @@ class QarlActorTrainer(ActorPPOTrainer):
         window = 1 if self.args.train.dynamic_batch_enable else self.strategy.accumulated_gradient
         for epoch in range(self.max_epochs):
             order = torch.randperm(len(batches)).tolist() if epoch else range(len(batches))
-            ordered = (batches[i] for i in order)
             if self.args.train.dynamic_batch_enable:
-                pairs = ((batch, None) for batch in (batches[i] for i in range(len(batches))))
+                ordered = batches
+                ends = [bool(end) for end in self.replay_buffer.dynamic_optimizer_step]
+                pairs = ((batch, None) for batch in ordered)
             else:
+                ordered = [batches[i] for i in order]
+                ends = [(i + 1) % window == 0 for i in range(len(ordered))]
                 pairs = iter_grad_accum_global_norm(ordered, self.strategy, window, lambda batch: batch.action_mask)
+            steps = dict(optimizer_steps(ordered, ends))
             for step, (batch, loss_info) in enumerate(pairs):
+                if step in steps:
+                    self._count_kept(steps[step], before_any_update=epoch == step == 0, accumulation=window)
                 status = self.training_step(batch, kl_ctl, step, loss_info)
-                update = sum(self.replay_buffer.dynamic_optimizer_step[:step]) if self.args.train.dynamic_batch_enable else step // window
+                update = sum(ends[:step])
+                self.diagnostics.updated(batch, self.actor_loss_fn.log_probs, self.actor_loss_fn.tokens, update)
                 self._collect(sums, status, epoch_update=update if epoch == 0 else None)
         train_s = time.perf_counter() - started
 
         total = sums.over_ranks()
-        metrics = total.metrics() | self._objective_metrics(total)
+        metrics = total.metrics() | self._objective_metrics(total) | self.diagnostics.end()
         metrics["timing/old_logprobs"] = old_log_probs_s
         metrics["timing/train"] = train_s
         metrics["policy/updates"] = float(self.actor.model.global_steps)
@@ -127,15 +144,32 @@ class QarlActorTrainer(ActorPPOTrainer):
     @torch.no_grad()
     def _set_old_log_probs(self, batch: Experience, sums: Sums) -> None:
         self.actor.train()
-        batch.action_log_probs = self.actor(
+        batch.action_log_probs = self._log_probs(batch)
+        self.diagnostics.sampled(batch, sums)
+
+    @torch.no_grad()
+    def _log_probs(self, batch: Experience) -> torch.Tensor:
+        """Log-probs [B, A] of the current policy, in the layout of the training pass."""
+        return self.actor(
             batch.sequences,
             batch.action_mask,
             attention_mask=batch.attention_mask,
             ring_attn_group=self.strategy.ring_attn_group,
         )
-        if batch.rollout_log_probs is not None:
-            sums.merge(mismatch.statistics(batch.action_log_probs, batch.rollout_log_probs, batch.action_mask))
-            sums.merge(error_tokens.statistics(batch))
+
+    def _count_kept(self, batches: list[Experience], *, before_any_update: bool, accumulation: int) -> None:
+        """Tell a dropping objective how much the optimizer step of these micro-batches keeps, over all ranks."""
+        objective = getattr(self.actor_loss_fn, "objective", None)
+        if objective is None or not objective.hyperparameters["drop"]:
+            return
+        known = before_any_update or not objective.drops_by_ratio
+        self.actor_loss_fn.global_kept = global_kept(
+            objective,
+            batches,
+            (lambda batch: batch.action_log_probs) if known else self._log_probs,
+            group=self.strategy.ds_device_mesh["dp"].get_group(),
+            accumulation=accumulation,
+        )
 
     def _collect(self, sums: Sums, status: dict, epoch_update: int | None) -> None:
         """Add one micro-batch's metrics; objective metrics also by the index of the update within the rollout."""
@@ -148,6 +182,11 @@ class QarlActorTrainer(ActorPPOTrainer):
                 scale = tokens if weight == "token" else samples
                 mean = value.float().mean() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
                 sums.add(name, mean * scale, scale)
+        if "entropy_loss" in status["metrics"]:
+            # OpenRLHF's is this micro-batch's sum over the step's mean token count; undone, it adds up.
+            counts = self.actor_loss_fn.normalisation
+            total = status["metrics"]["entropy_loss"] * counts["batch_num_tokens"] / counts["dp_size"]
+            sums.add("policy/entropy", total, tokens)
         if isinstance(self.actor_loss_fn, ObjectiveLoss):
             sums.merge_ratios(self.actor_loss_fn.sums)
             if epoch_update is not None:
@@ -163,6 +202,34 @@ class QarlActorTrainer(ActorPPOTrainer):
         }
         metrics = {name: float(value) for name, value in metrics_from_sums(sums).items()}
         return metrics | {"objective/warning": band_warning(sums)}
+
+    def take_record(self) -> dict:
+        """Histograms and responses of the last rollout and, once, the start policy's responses; each is given out once."""
+        record, self.diagnostics.record = self.diagnostics.record, {}
+        if self.start_policy and not self.start_policy_saved:
+            self.start_policy_saved = True
+            record["start_policy"] = self.start_policy.responses
+        return record if self.strategy.is_rank_0() else {}
+
+    def _remember_start_policy(self) -> None:
+        """Keep a few responses of the start policy, before the first update ever (not after a resume)."""
+        # At another temperature the sampler's log-probs are not those that an engine gives a prompt.
+        if self.start_policy or self.publisher is None or self.actor.model.global_steps or self.args.rollout.temperature != 1:
+            return
+        items = self.replay_buffer.items
+        if items and items[0].rollout_log_probs is not None:
+            in_all = self.args.rollout.batch_size * self.args.rollout.n_samples_per_prompt
+            count = max(1, min(MAX_RESPONSES, in_all // SHARE))
+            self.start_policy = StartPolicy.of(items, count=count, max_length=self.args.data.max_len - 1)
+
+    def _start_kl(self) -> dict:
+        """KL(start policy || what was just published) by the first engine's log-probs of the kept responses."""
+        if not self.start_policy or not self.start_policy.responses:
+            return {}
+        started = time.perf_counter()
+        ids = [response["ids"] for response in self.start_policy.responses]
+        scored = ray.get(self.vllm_engines[0].probe_logprobs.remote(ids), timeout=self.args.sync.timeout_s)
+        return self.start_policy.kl(scored) | {"timing/start_kl": time.perf_counter() - started}
 
     # ---- publishing ---------------------------------------------------------------------------------------------------
 
@@ -200,6 +267,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         metrics["sync/gather_ms"] = self.gather_seconds * 1e3
         if self.version == 1 or self.version % self.args.sync.probe_every == 0:
             metrics |= self.probe.run(self.actor, self.vllm_engines, self.version, is_sender=self.publisher is not None)
+            metrics |= self._start_kl()
         dist.barrier()
         metrics["timing/publish"] = time.perf_counter() - started
         self.publish_metrics = metrics if self.strategy.is_rank_0() else {}

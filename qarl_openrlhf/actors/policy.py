@@ -28,6 +28,10 @@ class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
         """``sync/*`` and ``timing/publish`` of the last publish (rank 0; other ranks have none)."""
         return self.trainer.publish_metrics
 
+    def take_record(self) -> dict:
+        """What the last rollout left for the run directory, see ``metrics/records.py`` (rank 0; others have none)."""
+        return self.trainer.take_record()
+
     def save_model(self) -> None:
         """The BF16 model as OpenRLHF saves it and, for a quantized policy, the compressed-tensors export beside it."""
         super().save_model()

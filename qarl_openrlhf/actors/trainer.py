@@ -7,6 +7,8 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
 from qarl_openrlhf.actors.model_workers import plain_class
+from qarl_openrlhf.metrics.band_length import band_scale_line
+from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.metrics.writer import MetricsWriter
 
 
@@ -51,7 +53,10 @@ class ReportingTrainer:
         if not self.started:
             self.started = True
             self.metrics_writer.note(start_policy_line(rollout_samples, self.args.rollout.n_samples_per_prompt))
+            if line := band_scale_line(rollout_samples, self.args):
+                self.metrics_writer.note(line)
         status, next_step = super().train_step(rollout_samples, global_step)
+        write_records(self.args.metrics.dir, next_step, ray.get(self.actor_model_group.async_run_method("take_record"))[0])
         status |= self.sync_metrics
         status["rollout/tokens"] = float(sum(int(sample.action_mask.sum()) for sample in rollout_samples))
         status["rollout/mixed_group_frac"] = mixed_group_fraction(rollout_samples, self.args.rollout.n_samples_per_prompt)

@@ -44,6 +44,8 @@ class _Tail:
     def new_rows(self) -> list[dict]:
         if not os.path.exists(self.path):
             return []
+        if os.path.getsize(self.path) < self.offset:  # another run's file, moved out of the way since
+            self.offset = 0
         with open(self.path, encoding="utf-8") as file:
             file.seek(self.offset)
             rows = []

@@ -34,17 +34,17 @@ class MetricsWriter:
 
 
 def open_run_directory(directory: str, flags: dict, *, resume: bool) -> None:
-    """Make ``directory`` ready: ``run.json`` (flags and versions), and metrics of an earlier run moved out of the way.
+    """Make ``directory`` ready: ``run.json`` (flags and versions), and what an earlier run measured moved out of the way.
 
     Earlier files become ``metrics.1.jsonl`` and so on, unless the run is resumed: then its lines are appended to.
     """
     os.makedirs(directory, exist_ok=True)
     if not resume:
-        for name in ("metrics", "notes"):
-            path = os.path.join(directory, f"{name}.jsonl")
+        for file in ("metrics.jsonl", "notes.jsonl", "histograms.jsonl", "tokens.jsonl", "start_policy.json"):
+            path, (name, ending) = os.path.join(directory, file), file.split(".")
             if os.path.exists(path):
-                taken = sum(entry.startswith(f"{name}.") and entry.endswith(".jsonl") for entry in os.listdir(directory))
-                os.replace(path, os.path.join(directory, f"{name}.{taken}.jsonl"))
+                taken = sum(entry.startswith(f"{name}.") and entry.endswith(f".{ending}") for entry in os.listdir(directory))
+                os.replace(path, os.path.join(directory, f"{name}.{taken}.{ending}"))
     versions = {package: _version(package) for package in PACKAGES}
     with open(os.path.join(directory, "run.json"), "w", encoding="utf-8") as file:
         json.dump({"time": time.time(), "versions": versions, "flags": flags}, file, indent=1, default=str)

@@ -9,6 +9,7 @@ from .metrics import add_sums, band_warning, metrics_from_sums
 from .objective import Objective, ObjectiveResult, objective
 from .presets import PRESETS, preset_flags, short_response_band_scale
 from .registry import build_objective, find_spec, list_objectives, objective_hyperparameters
+from .tokens import REGIONS, TokenStates
 
 __all__ = [
     "PRESETS",
@@ -16,7 +17,9 @@ __all__ = [
     "ObjectiveError",
     "ObjectiveResult",
     "Param",
+    "REGIONS",
     "Surrogate",
+    "TokenStates",
     "Units",
     "add_sums",
     "band_warning",

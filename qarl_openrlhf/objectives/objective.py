@@ -17,6 +17,7 @@ from torch import Tensor
 from .base import Batch, ObjectiveError, Surrogate, Units, prepare
 from .hyper import Hyperparameter, Param, check_value, hyperparameters_of
 from .metrics import Sums, batch_sums, metrics_from_sums
+from .tokens import Outcome, TokenStates
 from .weights import STATISTICS, WEIGHTS, MismatchWeight, mismatch_weight
 
 LEVELS = ("token", "response")
@@ -86,14 +87,22 @@ def objective(*, level: str, mean: str, is_weight: str, on_policy: bool = False)
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """``loss``: 0-d, to minimise. ``sums``: see metrics.py. ``metrics``: divided, for this batch. Both detached."""
+    """``loss``: 0-d, to minimise. ``sums``: see metrics.py. ``metrics``: divided, for this batch. ``tokens``: see tokens.py.
+
+    All but the loss are detached; the last two are computed when they are asked for.
+    """
 
     loss: Tensor
     sums: Sums
+    outcome: Outcome
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
         return metrics_from_sums(self.sums)
+
+    @cached_property
+    def tokens(self) -> TokenStates:
+        return self.outcome.tokens()
 
 
 @dataclass(frozen=True)
@@ -163,13 +172,20 @@ class Objective:
         # An optimizer step without a single (kept) response: the sum is 0 and stays on the graph.
         denominator = torch.where(denominator > 0, denominator, 1.0)
         loss = -done.total / denominator * dp_size
-        return ObjectiveResult(loss, batch_sums(done.batch, done.units, done.surrogate, done.weight))
+        parts = (done.surrogate, done.weight)
+        return ObjectiveResult(loss, batch_sums(done.batch, done.units, *parts), Outcome.of(done.batch, *parts))
 
     @torch.no_grad()
     def count_kept(self, log_probs, old_log_probs, rollout_log_probs, advantages, action_mask) -> Tensor:
         """Tokens or responses (as the mean is over) that ``drop`` leaves in this micro-batch's denominator; 0-d."""
         batch = prepare(log_probs, old_log_probs, rollout_log_probs, advantages, action_mask)
         return self._count_kept(self._evaluate(batch))
+
+    @cached_property
+    def drops_by_ratio(self) -> bool:
+        """Whether what ``drop`` leaves depends on the current policy (a response outside its band), not on the mismatch alone."""
+        zeros = torch.zeros(1, 1)
+        return self._evaluate(prepare(zeros, zeros, zeros, zeros, torch.ones(1, 1))).surrogate.outside is not None
 
     @torch.enable_grad()
     def token_coefficients(self, log_probs, old_log_probs, rollout_log_probs, advantages, action_mask) -> Tensor:

@@ -1,0 +1,107 @@
+"""``--objective.drop``: one kept count an optimizer step, over micro-batches and ranks."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from qarl_openrlhf.actors.kept import global_kept, optimizer_steps
+from qarl_openrlhf.actors.loss import ObjectiveLoss
+from qarl_openrlhf.objectives import build_objective
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from qarl_openrlhf.actors.kept import global_kept
+from qarl_openrlhf.objectives import build_objective
+from tests.actors.test_drop import batch, pieces
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+mine = pieces(batch(), 4)[rank::2]
+print(float(global_kept(build_objective("tbpo", drop=True), mine, lambda b: b.current, accumulation=2)))
+"""
+
+
+def batch(rows=8, width=6):
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(rows, width, generator=g)
+    return types.SimpleNamespace(
+        action_log_probs=old,
+        rollout_log_probs=old + 0.1 * torch.randn(rows, width, generator=g),
+        current=old + 1e-3 * torch.randn(rows, width, generator=g),
+        advantages=torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0)[:, None].expand(rows, width),
+        action_mask=torch.ones(rows, width),
+    )
+
+
+def pieces(whole, count):
+    size = len(whole.action_mask) // count
+    return [
+        types.SimpleNamespace(**{name: value[i * size : (i + 1) * size] for name, value in vars(whole).items()}) for i in range(count)
+    ]
+
+
+def inputs(b):
+    return (b.current, b.action_log_probs, b.rollout_log_probs, b.advantages, b.action_mask)
+
+
+@pytest.mark.parametrize("name, drops_by_ratio", [("tbpo", True), ("mis_gspo", True), ("mis_grpo", False), ("grpo_tis", False)])
+def test_micro_batches_add_up_to_the_loss_of_the_whole(name, drops_by_ratio):
+    given = {"is_low": 0.97, "is_high": 1.03} if name.startswith("mis") else {}
+    objective, whole = build_objective(name, drop=True, **given), batch()
+    assert objective.drops_by_ratio == drops_by_ratio
+    expected = objective(*inputs(whole))
+    kept = objective.count_kept(*inputs(whole))
+    if name != "grpo_tis":
+        assert 0 < kept < (48 if objective.mean == "tokens" else 8), "the case drops nothing, or all"
+    parts = pieces(whole, 4)
+    loss = ObjectiveLoss(objective)
+    loss.global_kept = global_kept(objective, parts, lambda b: b.current, accumulation=4)
+    # DeepSpeed divides every backward by the accumulation steps
+    total = sum(loss(*(inputs(p)[i] for i in (0, 1, 3, 4, 2)))[0] / 4 for p in parts)
+    assert float(total) == pytest.approx(float(expected.loss), rel=1e-5)
+
+
+def test_optimizer_steps_are_cut_where_they_end():
+    assert list(optimizer_steps(list("abcdef"), [False, True, True, False, False, True])) == [
+        (0, ["a", "b"]),
+        (2, ["c"]),
+        (3, ["d", "e", "f"]),
+    ]
+
+
+def test_two_ranks_count_together():
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(r), port], stdout=subprocess.PIPE, text=True) for r in range(2)]
+    counts = [float(rank.communicate(timeout=120)[0]) for rank in ranks]
+    whole = batch()
+    expected = float(build_objective("tbpo", drop=True).count_kept(*inputs(whole))) / 2
+    assert counts == [expected, expected]
+
+
+def test_the_learner_counts_each_optimizer_step_before_its_first_backward(make_learner, rollout):
+    """Two micro-batches an update, three updates: the count that each micro-batch's loss used is that of its whole update."""
+    learner = make_learner("llama", objective__drop=True, objective__band_scale=20.0)
+    seen = []
+
+    class Recording(ObjectiveLoss):
+        def __call__(self, log_probs, old_log_probs, advantages, action_mask=None, rollout_log_probs=None, **rest):
+            kept = self.objective.count_kept(log_probs, old_log_probs, rollout_log_probs, advantages, action_mask)
+            seen.append((float(kept), float(self.global_kept)))
+            return super().__call__(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **rest)
+
+    learner.actor_loss_fn = Recording(learner.actor_loss_fn.objective)
+    learner.replay_buffer.clear()
+    for item in rollout(count=24):
+        learner.replay_buffer.append(item)
+    learner.ppo_train(0.0)
+    updates = [seen[i : i + 2] for i in range(0, 6, 2)]
+    for pair in updates:
+        assert pair[0][1] == pair[1][1] == (pair[0][0] + pair[1][0]) / 2
+    assert updates[0][0][1] == 4.0  # r = 1: all eight responses are kept, over two accumulation steps
+    assert updates[2][0][1] < 4.0, "the case drops nothing"
