@@ -52,6 +52,13 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None)
     group.add_argument("--metrics.dir", default=None, help="run directory: metrics.jsonl, plots (default: --ckpt.output_dir)")
     group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     group.add_argument("--preset", default=None, metavar="NAME", help="flags of a named recipe, before your own (see docs/objectives.md)")
+    group.add_argument(
+        "--preset_length",
+        type=float,
+        default=None,
+        metavar="TOKENS",
+        help="mean response length that a *_short preset makes its bands for (default: --rollout.max_new_tokens, the longest)",
+    )
     group.add_argument("--dry_run", action="store_true", help="print configuration, resources and per-layer plan; start nothing")
     group.add_argument("--ray.log_to_driver", action="store_true", help="show the log of every Ray worker in this terminal")
     _add_objective_flags(parser, own_objective)

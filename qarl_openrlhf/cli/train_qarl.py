@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
 def resolve(argv: list[str]):
     """Command line -> (nested checked arguments, notes, resource plan); wrong flags end the process with status 2."""
     host = HostCommandLine()
-    argv = _with_preset(argv, host.parser)
+    argv, preset_notes = _with_preset(argv, host.parser)
     try:
         add_flags(host.parser, own_objective=_own_objective(argv))
     except ObjectiveError as error:
@@ -43,7 +43,7 @@ def resolve(argv: list[str]):
     typed = typed_flags(host.parser, argv)
     try:
         device = runtime.resolve_device(flat.device)
-        notes = config.prepare(flat, device, typed)
+        notes = preset_notes + config.prepare(flat, device, typed)
         args = host.resolve(flat)
         config.check(args, device, typed)
         if args.quant.scheme != "bf16":
@@ -93,17 +93,26 @@ def _own_objective(argv: list[str]) -> str | None:
     return name if name and ".py" in name else None
 
 
-def _with_preset(argv: list[str], parser) -> list[str]:
-    """Flags of ``--preset NAME`` before the user's own, which win."""
+def _with_preset(argv: list[str], parser) -> tuple[list[str], list[str]]:
+    """Flags of ``--preset NAME`` before the user's own, which win; and a note on what a ``_short`` preset made of the length."""
     name = _value_of("--preset", argv)
     if name is None:
-        return argv
-    longest = _value_of("--rollout.max_new_tokens", argv) or _value_of("--data.max_len", argv)
+        return argv, []
+    sources = ("--preset_length", "--rollout.max_new_tokens", "--data.max_len")
+    source = next((flag for flag in sources if _value_of(flag, argv)), None)
     try:
-        flags = preset_flags(name, mean_response_length=float(longest) if longest else None)
-    except ObjectiveError as error:
-        parser.error(f"--preset: {error}" + ("" if longest else " (--rollout.max_new_tokens)"))
-    return [*(word for flag, value in flags.items() for word in (f"--{flag}", str(value))), *argv]
+        length = float(_value_of(source, argv)) if source else None
+        flags = preset_flags(name, mean_response_length=length)
+    except (ObjectiveError, ValueError) as error:
+        parser.error(f"--preset: {error}" + ("" if source else f" ({' or '.join(sources[:2])})"))
+    notes = []
+    if "objective.band_scale" in flags and _value_of("--objective.band_scale", argv) is None:
+        notes = [
+            f"--preset {name}: --objective.band_scale {flags['objective.band_scale']:g} = sqrt(16384 / {length:g}), {length:g} from {source}"
+        ]
+        if source != "--preset_length":
+            notes[0] += ": the longest response, so the bands may be narrow; --preset_length TOKENS gives the mean length"
+    return [*(word for flag, value in flags.items() for word in (f"--{flag}", str(value))), *argv], notes
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:

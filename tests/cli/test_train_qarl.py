@@ -83,7 +83,6 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--data.prompt_dataset", ""], "--data.prompt_dataset is missing"),
         (["--preset", "no_such"], "unknown preset 'no_such'"),
         (["--quant.scheme", "w8a8", "--vllm.tensor_parallel_size", "2"], "not be aligned"),
-        (["--objective.name", "tbpo", "--objective.drop"], "--objective.drop counts"),
         (["--objective.name", "onpolicy_grpo"], "one optimizer step a rollout"),
         (["--sync.probe_every", "0"], "at least 1"),
         (["--rollout.n_samples_per_prompt", "1"], "requires n_samples_per_prompt > 1"),
@@ -121,6 +120,26 @@ def test_user_objective_brings_its_hyperparameters(base, tmp_path):
     )
     args, _, _ = train_qarl.resolve([*base, "--objective.name", f"{path}:mine", "--objective.steepness", "3"])
     assert args.objective.hyperparameters == {"steepness": 3.0}
+
+
+@pytest.mark.parametrize(
+    "extra, scale, note",
+    [
+        (["--rollout.max_new_tokens", "64"], 16.0, "16 = sqrt(16384 / 64), 64 from --rollout.max_new_tokens: the longest"),
+        (["--rollout.max_new_tokens", "64", "--preset_length", "16"], 32.0, "32 = sqrt(16384 / 16), 16 from --preset_length"),
+        (["--rollout.max_new_tokens", "64", "--objective.band_scale", "5"], 5.0, None),
+    ],
+)
+def test_a_short_preset_says_which_length_its_bands_are_for(base, extra, scale, note):
+    args, notes, _ = train_qarl.resolve([*base, "--preset", "tbpo_short", *extra])
+    assert args.objective.hyperparameters["band_scale"] == scale
+    told = [n for n in notes if "band_scale" in n]
+    assert told == [] if note is None else len(told) == 1 and note in told[0]
+    assert ("may be narrow" in str(told)) == ("longest" in str(note))
+
+
+def test_a_short_preset_without_any_length_names_the_flags(base, capsys):
+    assert "--preset_length or --rollout.max_new_tokens" in refusal([*base, "--preset", "tbpo_short"], capsys)
 
 
 def test_module_runs_as_a_program():
