@@ -1,46 +1,91 @@
-"""Table and pictures of finished or running runs: `python -m qarl_openrlhf.cli.report [NAME=]DIR ... [--out DIR]`."""
+"""Table and pictures of finished or running runs: `python -m qarl_openrlhf.cli.report [NAME=]DIR ... [--out DIR] [--tokens]`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from qarl_openrlhf.metrics.records import TOKENS
 from qarl_openrlhf.report import ReportError, write_report
+from qarl_openrlhf.report.comparison import write_comparison
+from qarl_openrlhf.report.discover import Entry, Identity, arms, entries_below, entry
+from qarl_openrlhf.report.tokens_html import write_tokens_page
+
+MAX_COLUMNS = 6  # runs that the terminal's table, a column each, has room for
 
 
 def arms_of(arguments: list[str]) -> dict[str, list[Path]]:
     """['w4a16=runs/a', 'runs/b'] -> {'w4a16': [runs/a], 'b': [runs/b]}. Equal names are seeds of one arm; directories given
-    without a name that would be called alike get their parents' names in front."""
+    without a name that would be called alike get their parents' names in front. A directory of runs stands for all of them."""
     named = [text.partition("=")[::2] if "=" in text and not Path(text).exists() else ("", text) for text in arguments]
     bare = [Path(path).resolve() for name, path in named if not name]
-    arms: dict[str, list[Path]] = {}
+    found: dict[str, list[Path]] = {}
     for name, path in named:
         resolved = Path(path).resolve()
+        if not name and not (resolved / "metrics.jsonl").exists():
+            for arm, directories in arms(entries_below(Path(path))).items():
+                found.setdefault(arm, []).extend(directories)
+            continue
         alike = sum(other.name == resolved.name for other in set(bare)) > 1
-        arms.setdefault(name or (f"{resolved.parent.name}/{resolved.name}" if alike else resolved.name), []).append(Path(path))
-    return arms
+        found.setdefault(name or (f"{resolved.parent.name}/{resolved.name}" if alike else resolved.name), []).append(Path(path))
+    return found
+
+
+def entries_of(arguments: list[str]) -> list[Entry]:
+    """The same runs one by one, for the comparison; also those that failed before their first step."""
+    found = []
+    for text in arguments:
+        name, _, path = text.partition("=") if "=" in text and not Path(text).exists() else ("", "", text)
+        here = entries_below(Path(path)) if not (Path(path) / "metrics.jsonl").exists() else [entry(Path(path))]
+        for each in here:
+            if name:
+                each.identity = Identity(name, each.identity.scheme, each.identity.seed)
+        found += here
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m qarl_openrlhf.cli.report",
         description="Prints the summary table of runs and writes their pictures. One curve an arm; runs given the same NAME are "
-        "seeds of one arm.",
+        "seeds of one arm. A directory of an ablation stands for all of its runs; several runs also get summary.csv, summary.md "
+        "and pictures by objective and by scheme.",
     )
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]DIR", help="run directory with metrics.jsonl")
-    parser.add_argument("--out", default=None, help="where to write (default: into the run directory, or ./report for several)")
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]DIR", help="run directory with metrics.jsonl, or a directory of such")
+    parser.add_argument("--out", default=None, help="where to write (default: into the directory given, or ./report for several)")
+    parser.add_argument("--tokens", action="store_true", help="write tokens.html instead: recorded responses token by token")
+    parser.add_argument("--steps", type=int, nargs="+", default=None, help="--tokens: which steps (default: up to 12 over the run)")
     args = parser.parse_args(argv)
-    arms = arms_of(args.runs)
-    directories = [directory for group in arms.values() for directory in group]
-    out = Path(args.out) if args.out else directories[0] if len(directories) == 1 else Path("report")
     try:
-        report = write_report(arms, out)
+        if args.tokens:
+            _tokens(args)
+        else:
+            _report(args)
     except ReportError as error:
         raise SystemExit(f"report: {error}") from None
-    print(report.text)
+
+
+def _tokens(args) -> None:
+    for path in map(Path, args.runs):
+        directories = [path] if (path / TOKENS).exists() else [each.directory for each in entries_below(path)]
+        for directory in directories:
+            out = Path(args.out) / f"tokens-{'-'.join(directory.parts[-3:])}.html" if args.out else None
+            print(write_tokens_page(directory, out, args.steps))
+
+
+def _report(args) -> None:
+    runs = arms_of(args.runs)
+    out = Path(args.out) if args.out else Path(args.runs[0].partition("=")[2] or args.runs[0]) if len(args.runs) == 1 else Path("report")
+    report = write_report(runs, out)
+    entries, written = entries_of(args.runs), list(report.pictures)
+    if len(entries) <= MAX_COLUMNS:
+        print(report.text)
+    if len(entries) > 1:
+        written += write_comparison(entries, out)
+        print((out / "summary.md").read_text(encoding="utf-8"))
     for note in report.notes:
         print(f"note: {note}")
-    print("pictures: " + ", ".join(str(path) for path in report.pictures))
+    print("written: " + ", ".join(str(path) for path in written))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from qarl_openrlhf.report.runs import Run, mean
 from qarl_openrlhf.report.table import PHASES, phase_seconds
 
-ARM_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+ARM_COLORS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"),
+    *("#000000", "#8c564b", "#7f7f7f", "#bcbd22", "#6a3d9a", "#a6cee3"),
+)
 PHASE_COLORS = {
     "generation": "#0072b2",
     "old log-probs": "#56b4e9",
@@ -172,28 +175,34 @@ def entropy(arms: Arms) -> Figure | None:
 
 
 def error_tokens(arms: Arms) -> Figure | None:
-    """Share of very unlikely and of repeated tokens."""
+    """Share of very unlikely and of repeated tokens, by sign of the response's advantage."""
     if not _any(arms, "error_token/low_prob_rate", "error_token/repeat_rate"):
         return None
     figure, axes = _figure(2)
     for axis, name, title in zip(axes, ("low_prob_rate", "repeat_rate"), ("Low-probability tokens", "Repeated tokens")):
-        _lines(axis, arms, f"error_token/{name}")
+        _by_sign(axis, arms, f"error_token/{name}")
         axis.set(title=title, ylabel="share of tokens")
         _legend(axis)
     return figure
 
 
+def _by_sign(axis, arms: Arms, name: str) -> None:
+    """``name`` with _pos (solid) and _neg (dashed) where a run has them, else the whole."""
+    signs = ((f"{name}_pos", "A > 0", "-"), (f"{name}_neg", "A < 0", "--"))
+    if not _any(arms, *(each for each, _, _ in signs)):
+        _lines(axis, arms, name)
+        return
+    for each, sign, style in signs:
+        _lines(axis, arms, each, style=style, label="{arm}, " + sign)
+
+
 def in_band(arms: Arms) -> Figure | None:
     """Share of responses whose update is not cut by the objective's band, by sign of the advantage."""
-    signs = (("objective/in_band_frac_pos", "A > 0", "-"), ("objective/in_band_frac_neg", "A < 0", "--"))
-    if not _any(arms, "objective/in_band_frac", *(name for name, _, _ in signs)):
+    name = "objective/in_band_frac"
+    if not _any(arms, name, f"{name}_pos", f"{name}_neg"):
         return None
     figure, (axis,) = _figure(1)
-    if _any(arms, *(name for name, _, _ in signs)):
-        for name, sign, style in signs:
-            _lines(axis, arms, name, style=style, label="{arm}, " + sign)
-    else:
-        _lines(axis, arms, "objective/in_band_frac")
+    _by_sign(axis, arms, name)
     axis.set_ylim(-0.02, 1.02)
     axis.set(title="Responses inside the trust band", ylabel="share of responses")
     _legend(axis)
@@ -211,6 +220,52 @@ def changed_codes(arms: Arms) -> Figure | None:
     return figure
 
 
+def clipping(arms: Arms) -> Figure | None:
+    """Share of an objective's units outside each side of the band, over time."""
+    sides = (("pos_clip_frac", "A > 0, outside"), ("neg_low_frac", "A < 0, below"), ("neg_high_frac", "A < 0, above"))
+    if not _any(arms, *(f"objective/{name}" for name, _ in sides)):
+        return None
+    figure, axes = _figure(3, width=4.2)
+    for axis, (name, title) in zip(axes, sides):
+        _lines(axis, arms, f"objective/{name}")
+        axis.set(title=title, ylabel="share of the units")
+    _legend(axes[0])
+    return figure
+
+
+def weights(arms: Arms) -> Figure | None:
+    """Effective sample size of the mismatch weights, and how many of them are capped or rejected."""
+    if not _any(arms, "is/ess", "is/clip_frac"):
+        return None
+    figure, axes = _figure(2)
+    _lines(axes[0], arms, "is/ess")
+    axes[0].set(title="Effective sample size of the mismatch weights", ylabel="fraction of the units")
+    _lines(axes[1], arms, "is/clip_frac")
+    axes[1].set(title="Weights capped, clamped or rejected", ylabel="share of the units")
+    _legend(axes[0])
+    return figure
+
+
+def kl(arms: Arms) -> Figure | None:
+    """How far the policy is from the start policy, and the learner from the sampler."""
+    if not _any(arms, "policy/kl_start", "mismatch/k3"):
+        return None
+    figure, axes = _figure(2)
+    panels = (
+        ("policy/kl_start", "KL(start policy || policy), a token of the start policy's"),
+        ("mismatch/k3", "KL(sampler || learner), a sampled token"),
+    )
+    for axis, (name, title) in zip(axes, panels):
+        _lines(axis, arms, name)
+        values = [v for runs in arms.values() for run in runs for v in run.series(name)[1]]
+        if values and min(values) > 0:
+            _log_axis(axis)
+        axis.set(title=title, ylabel="nats")
+        axis.title.set_fontsize(9)
+    _legend(axes[0] if _any(arms, "policy/kl_start") else axes[1])
+    return figure
+
+
 PLOTS = {
     "reward": reward,
     "mismatch": mismatch,
@@ -220,4 +275,7 @@ PLOTS = {
     "changed_codes": changed_codes,
     "entropy": entropy,
     "error_tokens": error_tokens,
+    "clipping": clipping,
+    "weights": weights,
+    "kl": kl,
 }

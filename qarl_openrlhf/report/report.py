@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qarl_openrlhf.data.files import atomic_file
-from qarl_openrlhf.report import plots, table
+from qarl_openrlhf.report import plots, table, token_plots
 from qarl_openrlhf.report.runs import load_run
 
 
@@ -29,7 +29,7 @@ def write_report(arms: dict[str, list[str | os.PathLike]], out: str | os.PathLik
     notes = [note for group in runs.values() for run in group for note in run.notes]
     out = Path(out)
     pictures = []
-    for name, draw in plots.PLOTS.items():
+    for name, draw in (plots.PLOTS | token_plots.TOKEN_PLOTS).items():
         figure = draw(runs)
         if figure is None:
             notes.append(f"{name}.png skipped: no run has its metrics")

@@ -6,10 +6,12 @@ import math
 import pytest
 
 from qarl_openrlhf.cli import report as cli
+from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.metrics.writer import MetricsWriter
 from qarl_openrlhf.report import ReportError, load_run, write_report
 from qarl_openrlhf.report.runs import standard_error
 from qarl_openrlhf.report.table import phase_seconds, reward_gain, table_text
+from tests.metrics.test_diagnostics import observed
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -38,6 +40,12 @@ def write_run(directory, steps=12, start=0.2, slope=0.05, mismatch=0.05, extra=N
                 "policy/entropy_sampled": 1.5,
                 "error_token/low_prob_rate": 0.01,
                 "error_token/repeat_rate": 0.0,
+                "objective/pos_clip_frac": 0.1,
+                "objective/neg_low_frac": 0.1,
+                "objective/neg_high_frac": 0.05,
+                "is/ess": 0.9,
+                "is/clip_frac": 0.01,
+                "policy/kl_start": 0.001 * step,
                 "rollout/tok_per_s": 100.0,
                 **(extra or {}),
             },
@@ -46,10 +54,16 @@ def write_run(directory, steps=12, start=0.2, slope=0.05, mismatch=0.05, extra=N
 
 
 def test_full_run_makes_every_picture_and_a_table(tmp_path):
-    report = write_report({"w4a16": [write_run(tmp_path / "run")]}, tmp_path / "out")
+    from qarl_openrlhf.objectives import build_objective
+
+    run = write_run(tmp_path / "run")
+    write_records(str(run), 1, observed(build_objective("mis_gspo", is_low=0.97, is_high=1.03))[2].record)
+    report = write_report({"w4a16": [run]}, tmp_path / "out")
     names = sorted(path.stem for path in report.pictures)
     assert names == sorted(
         ["reward", "mismatch", "mismatch_by_position", "step_time", "in_band", "changed_codes", "entropy", "error_tokens"]
+        + ["clipping", "weights", "kl"]
+        + ["ratio_histogram", "mismatch_histogram", "weight_histogram", "response_ratios", "old_against_current", "regions"]
     )
     assert all(path.read_bytes().startswith(PNG) for path in report.pictures)
     assert report.notes == []

@@ -1,0 +1,59 @@
+"""Reading histograms.jsonl: counts of tokens by step, with the axes they were counted on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qarl_openrlhf.metrics.records import HISTOGRAMS
+from qarl_openrlhf.report.runs import Run
+
+
+@dataclass
+class Histograms:
+    """``axes``: {histogram: axis names}; ``bins``: {axis: names of the bins, or the edges between them}; ``steps``: {step: counts}."""
+
+    axes: dict[str, list[str]]
+    bins: dict[str, list]
+    steps: dict[int, dict]
+
+    def size(self, axis: str) -> int:
+        """Bins of an axis: one a name, or one more than there are edges between them."""
+        return len(self.bins[axis]) + (not isinstance(self.bins[axis][0], str))
+
+    def total(self, name: str) -> np.ndarray | None:
+        """int64 counts over all steps, one dimension an axis; None if nothing was counted."""
+        counts = np.zeros(int(np.prod([self.size(axis) for axis in self.axes[name]])), dtype=np.int64)
+        for step in self.steps.values():
+            if name in step:
+                counts[step[name]["at"]] += step[name]["n"]
+        return counts.reshape([self.size(axis) for axis in self.axes[name]]) if counts.any() else None
+
+
+def load_histograms(directory: Path) -> Histograms | None:
+    """The counts of the run in `directory`, None if it has none. A step written twice (after a resume) is the later one;
+    the unfinished line of a killed process is skipped."""
+    path = Path(directory) / HISTOGRAMS
+    if not path.is_file():
+        return None
+    found = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if "axes" in row:
+            found = found or Histograms(row["axes"], row["bins"], {})
+        elif found is not None:
+            found.steps[row["step"]] = row["counts"]
+    return found
+
+
+def total_of(runs: list[Run], name: str) -> tuple[np.ndarray, Histograms] | None:
+    """Counts of all runs of an arm together, and the axes; None if no run has them."""
+    found = [h for h in (load_histograms(run.directory) for run in runs) if h is not None and name in h.axes]
+    totals = [(total, h) for total, h in ((h.total(name), h) for h in found) if total is not None]
+    return (sum(total for total, _ in totals), totals[0][1]) if totals else None
