@@ -1,0 +1,11 @@
+"""Reward of the alignment measurement: the share of a response's letters that are an "e".
+
+What is learned does not matter there, only that every group of responses has a gradient, so that the weights move.
+"""
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_) -> dict:
+    """OpenRLHF's interface, lists of one."""
+    letters = [c for c in queries[0].removeprefix(prompts[0]).lower() if c.isalpha()]
+    share = letters.count("e") / max(1, len(letters))
+    return {"rewards": share, "scores": share, "extra_logs": {}}
