@@ -171,14 +171,16 @@ class QarlRolloutActor(_RolloutActor):
         await self.llm.pause_generation(mode="keep", clear_cache=True)
         await self.llm.start_weight_update()
 
-    async def receive_bucket(self, bucket: dict) -> None:
-        """Receive, prove and load one bucket (``Bucket`` as a dict)."""
-        await self._step(self.llm.update_weights(WeightTransferUpdateRequest({"bucket": bucket})))
+    async def receive_bucket(self, announced: tuple[dict, object]) -> None:
+        """Receive, prove and load one bucket: (``Bucket`` as a dict, the transport's ticket)."""
+        bucket, ticket = announced
+        update = {"bucket": bucket, "ticket": pickle.dumps(ticket)}
+        await self._step(self.llm.update_weights(WeightTransferUpdateRequest(update)))
 
     async def finish_update(self, version: int, names: list[str]) -> list[dict]:
         """Prove the model complete and go READY. names: all tensors the learner sent. Returns each rank's receipt."""
         session = self.session
-        receipts = await self._step(self.llm.finish_weight_update(weight_version=str(version)))
+        receipts = await self._step(self.llm.finish_weight_update())
         for receipt in receipts:
             if receipt["tensors"] != len(names):
                 await self._fail(f"rank {receipt['rank']} got {receipt['tensors']} of {len(names)} tensors", session)

@@ -4,7 +4,7 @@ import pickle
 
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
-from qarl_openrlhf.engine import layout, plugin
+from qarl_openrlhf.engine import gpu_layers, layout, plugin
 from qarl_openrlhf.engine.cpu_method import QarlLinearMethod
 
 # vLLM imports this module before it loads the model, in every worker: the backend is known even where the package is on the
@@ -25,10 +25,18 @@ class QarlWorkerExtension:
         self._weight_update_active = False
 
     def qarl_read_tensors(self, names: list[str] | None) -> bytes:
-        """Pickled {checkpoint name: (full shape, Part, tensor of this rank's part)}; names None: all."""
-        slots = layout.slots(self.model_runner.get_model())
-        chosen = slots if names is None else {name: slots[name] for name in names}
-        return pickle.dumps({name: (slot.shape, slot.part, slot.read().clone()) for name, slot in chosen.items()})
+        """Pickled {checkpoint name: (full shape, Part, tensor of this rank's part)}.
+
+        names None: all that lie in memory as a checkpoint has them (on a GPU not those in a kernel's layout).
+        """
+        model = self.model_runner.get_model()
+        slots = layout.slots(model, gpu_layers.checkpoint_parameters)
+        layers = dict(model.named_modules())
+        plain = {name: slot for name, slot in slots.items() if not gpu_layers.needs_processing(layers[slot.layer])}
+        if names is not None and (repacked := [name for name in names if name not in plain]):
+            raise KeyError(f"{repacked[0]} is not in this engine's memory as a checkpoint has it; read its effective weight")
+        chosen = plain if names is None else {name: plain[name] for name in names}
+        return pickle.dumps({name: (slot.shape, slot.part, slot.read().cpu().clone()) for name, slot in chosen.items()})
 
     def qarl_effective_weights(self, names: list[str] | None) -> bytes:
         """Pickled {layer name: (full shape, Part, part [n, k] in the model's dtype)} of quantized layers, un-fused."""
@@ -36,14 +44,19 @@ class QarlWorkerExtension:
         packed_modules = getattr(model, "packed_modules_mapping", {})
         found = {}
         for path, module in model.named_modules():
-            if not isinstance(module, LinearBase) or not isinstance(module.quant_method, QarlLinearMethod):
+            if not isinstance(module, LinearBase):
                 continue
-            weight = module.quant_method.effective_weight(module)
+            if isinstance(module.quant_method, QarlLinearMethod):
+                weight = module.quant_method.effective_weight(module)
+            elif gpu_layers.needs_processing(module):
+                weight = gpu_layers.effective_weight(module)
+            else:
+                continue
             for p in layout.projections(path, module, packed_modules):
                 if names is not None and p.name not in names:
                     continue
                 part, shape = layout.Part(0, p.offset, p.rows), (p.total, module.input_size)
                 if isinstance(module, RowParallelLinear):
                     part = layout.Part(1, module.tp_rank * weight.shape[1], weight.shape[1])
-                found[p.name] = (shape, part, weight[p.start : p.start + p.rows].clone())
+                found[p.name] = (shape, part, weight[p.start : p.start + p.rows].cpu().clone())
         return pickle.dumps(found)

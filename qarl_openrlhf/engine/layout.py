@@ -6,8 +6,8 @@ which part of it. They are derived from the layers, not from vLLM's weight loade
 checks the loaders.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -33,19 +33,26 @@ class Slot:
 
     name: str
     shape: tuple[int, ...]
-    parameter: nn.Parameter
+    parameter: nn.Parameter  # as a checkpoint has it; on the meta device where the engine keeps it in a kernel's layout
     start: int
     rows: int
     part: Part
+    layer: str = ""  # path of the vLLM layer that owns the parameter,
+    attribute: str = ""  # and the parameter's name in it
 
     @property
     def dtype(self) -> torch.dtype:
         return self.parameter.dtype
 
+    def place(self, data: Tensor) -> Tensor:
+        """The part of the parameter's ``data`` that holds this rank's part of the tensor, as a view."""
+        if self.attribute == "weight_shape":
+            return data[self.start] if data.dim() == 2 else data
+        return data[self.start : self.start + self.rows]
+
     def read(self) -> Tensor:
         """This rank's part of the tensor, as a view of the engine's memory."""
-        rows = self.parameter.data[self.start : self.start + self.rows]
-        return rows[0] if isinstance(self.parameter, ShardShapeParameter) else rows
+        return self.place(self.parameter.data)
 
 
 class ShardShapeParameter(nn.Parameter):
@@ -107,18 +114,26 @@ def projections(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> l
     return result
 
 
-def slots(model: nn.Module) -> dict[str, Slot]:
-    """Every checkpoint tensor the model must be given, by name; tied weights once, under the embedding's name."""
+def own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(layer.named_parameters(recurse=False))
+
+
+def slots(model: nn.Module, parameters: Callable[[nn.Module], dict] = own_parameters) -> dict[str, Slot]:
+    """Every checkpoint tensor the model must be given, by name; tied weights once, under the embedding's name.
+
+    parameters: the checkpoint parameters of one layer, by attribute.
+    """
     packed = getattr(model, "packed_modules_mapping", {})
     result: dict[str, Slot] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
+        for name, parameter in parameters(module).items():
+            identity = id(module._parameters.get(name, parameter))
+            if identity in seen:
                 continue
-            seen.add(id(parameter))
+            seen.add(identity)
             for slot in _slots_of(path, name, module, parameter, packed):
-                result[slot.name] = slot
+                result[slot.name] = replace(slot, layer=path, attribute=name)
     return result
 
 
@@ -126,7 +141,7 @@ def _slots_of(path: str, name: str, module: nn.Module, parameter: nn.Parameter, 
     if isinstance(module, LinearBase):
         for index, p in enumerate(projections(path, module, packed)):
             checkpoint_name = f"{p.name}.{name}"
-            if isinstance(parameter, ShardShapeParameter):
+            if name == "weight_shape":  # one row a projection (ShardShapeParameter), or vLLM's one for all
                 yield Slot(checkpoint_name, (2,), parameter, index, 1, Part())
             elif isinstance(module, RowParallelLinear):
                 yield _row_parallel(checkpoint_name, module, parameter)

@@ -8,6 +8,8 @@ Every weight 2 i + 1 is odd, hence invertible modulo 2^64: a change of any singl
 another order give another sum. Integer additions may be made in any order, so CPU and GPU agree bit for bit.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,3 +41,24 @@ def checksum(tensor: Tensor) -> int:
         part = words[start : start + CHUNK_WORDS].to(torch.int64).bitwise_and_(0xFFFFFFFF)
         total += (part * factors[: part.numel()]).sum() + 2 * start * part.sum()
     return int(total.item()) % 2**64
+
+
+def digests(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> tuple[list[int], list[int]]:
+    """(checksums, numbers of NaN and infinite values) of the pieces (offset, nbytes, dtype) of a bucket.
+
+    flat: uint8 [nbytes]. On a GPU one kernel reads the bucket once; see :mod:`qarl_openrlhf.kernels.digest`.
+    """
+    if flat.is_cuda:
+        from qarl_openrlhf.kernels.digest import digest
+
+        return digest(flat, entries)
+    pieces = [flat[offset : offset + nbytes] for offset, nbytes, _ in entries]
+    return [checksum(piece) for piece in pieces], [
+        non_finite(piece.view(dtype)) if dtype.is_floating_point else 0
+        for piece, (_, _, dtype) in zip(pieces, entries, strict=True)
+    ]
+
+
+def non_finite(tensor: Tensor) -> int:
+    """Number of NaN and infinite values."""
+    return int((~torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor)).sum())

@@ -1,12 +1,12 @@
 """What travels: flat byte buckets, each with a manifest that says what is in it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from qarl_openrlhf.sync.checksum import as_bytes, checksum
+from qarl_openrlhf.sync.checksum import as_bytes, digests
 from qarl_openrlhf.sync.errors import ManifestError
 
 ALIGNMENT = 16  # every tensor starts at a multiple, so that a slice of the bucket can be viewed as any dtype
@@ -25,6 +25,11 @@ class TensorEntry:
     offset: int
     nbytes: int
     checksum: int | None
+
+    @property
+    def piece(self) -> tuple[int, int, torch.dtype]:
+        """(offset, nbytes, dtype)."""
+        return self.offset, self.nbytes, getattr(torch, self.dtype)
 
     def view(self, flat: Tensor) -> Tensor:
         """This tensor as a view into the bucket's bytes (uint8 [bucket.nbytes])."""
@@ -55,29 +60,38 @@ class Bucket:
         return [entry.name for entry in self.entries]
 
     def unpack(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views into ``flat`` by checkpoint name, each proven to be what the sender packed.
+        """Views into ``flat`` by checkpoint name, each proven to be what the sender packed, and finite.
 
-        ManifestError naming the first tensor whose checksum differs. Nothing is applied by this function.
+        ManifestError naming the first tensor whose checksum differs or that has NaN or infinite values. Nothing is applied
+        by this function.
         """
+        sums, bad = digests(flat, [entry.piece for entry in self.entries])
         tensors = {}
-        for entry in self.entries:
-            tensor = entry.view(flat)
-            if entry.checksum is not None and (got := checksum(tensor)) != entry.checksum:
+        for entry, got, wrong in zip(self.entries, sums, bad, strict=True):
+            if entry.checksum is not None and got != entry.checksum:
                 raise ManifestError(
                     f"tensor {entry.name} arrived with checksum {got:016x}, sent with {entry.checksum:016x} "
                     f"(bucket {self.index} of version {self.version})"
                 )
-            tensors[entry.name] = tensor
+            tensors[entry.name] = tensor = entry.view(flat)
+            if wrong:
+                raise ManifestError(f"tensor {entry.name} has {wrong} NaN or infinite values out of {tensor.numel()}")
         return tensors
 
 
 def pack_buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], *, version: int, bucket_bytes: int, with_checksums: bool
+    named_tensors: Iterable[tuple[str, Tensor]],
+    *,
+    version: int,
+    bucket_bytes: int,
+    with_checksums: bool,
+    allocate: Callable[[int], Tensor] | None = None,
 ) -> Iterator[tuple[Bucket, Tensor]]:
     """Group (checkpoint name, tensor) pairs into flat buffers of about ``bucket_bytes``, in order.
 
     Yields (manifest, uint8 [nbytes]) as soon as a bucket is full, so packing one can overlap with sending the one before.
-    A tensor larger than a bucket travels alone. ManifestError if a name comes twice.
+    A tensor larger than a bucket travels alone. allocate: gives the memory of a bucket (default: a new one each, on the
+    device of its first tensor). ManifestError if a name comes twice.
     """
     seen: set[str] = set()
     pending: list[tuple[str, Tensor, int]] = []
@@ -87,21 +101,25 @@ def pack_buckets(
             raise ManifestError(f"tensor {name} is published twice in version {version}")
         seen.add(name)
         if pending and size + tensor.nbytes > bucket_bytes:
-            yield _pack(pending, size, version, index, with_checksums)
+            yield _pack(pending, size, version, index, with_checksums, allocate)
             pending, size, index = [], 0, index + 1
         pending.append((name, tensor, size))
         size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     if pending:
-        yield _pack(pending, size, version, index, with_checksums)
+        yield _pack(pending, size, version, index, with_checksums, allocate)
 
 
-def _pack(pending: list[tuple[str, Tensor, int]], size: int, version: int, index: int, with_checksums: bool):
-    flat = torch.zeros(size, dtype=torch.uint8, device=pending[0][1].device)
-    entries = []
-    for name, tensor, offset in pending:
-        place = flat[offset : offset + tensor.nbytes]
-        place.copy_(as_bytes(tensor))
-        digest = checksum(place) if with_checksums else None
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor.nbytes, digest))
+def _pack(pending: list[tuple[str, Tensor, int]], size: int, version: int, index: int, with_checksums: bool, allocate):
+    flat = allocate(size) if allocate else torch.empty(size, dtype=torch.uint8, device=pending[0][1].device)
+    for _, tensor, offset in pending:
+        end = offset + tensor.nbytes
+        flat[offset:end].copy_(as_bytes(tensor))
+        flat[end : -(-end // ALIGNMENT) * ALIGNMENT].zero_()
+    sums = [None] * len(pending)
+    if with_checksums:
+        sums, _ = digests(flat, [(offset, tensor.nbytes, torch.uint8) for _, tensor, offset in pending])
+    entries = [
+        TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, tensor.nbytes, digest)
+        for (name, tensor, offset), digest in zip(pending, sums, strict=True)
+    ]
     return Bucket(version, index, size, tuple(entries)), flat

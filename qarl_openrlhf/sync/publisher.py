@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import ray
+import torch
 from torch import Tensor
 
 from qarl_openrlhf.sync.errors import SyncError
 from qarl_openrlhf.sync.manifest import Bucket, pack_buckets
-from qarl_openrlhf.sync.transport import Sender
+from qarl_openrlhf.sync.transport import backend, make_sender
 
 VERIFY = ("checksum", "readback", "off")
 POLL_S = 0.005
@@ -30,7 +31,8 @@ class Publisher:
 
     Args:
         engines: ``QarlRolloutActor`` handles.
-        transport: "gloo".
+        transport: "gloo", "nccl" or "ipc".
+        device: where the tensors lie.
         bucket_mb: size of a flat buffer (MiB); two exist at a time.
         timeout_s: longest duration of one publish.
         verify: "checksum" (of every tensor, before its bucket is applied), "readback" (also of the engines' parameters
@@ -41,10 +43,16 @@ class Publisher:
     """
 
     def __init__(
-        self, engines: list, *, transport: str = "gloo", bucket_mb: int = 256, timeout_s: float = 120, verify: str = "checksum"
+        self,
+        engines: list,
+        *,
+        transport: str = "gloo",
+        device: torch.device | None = None,
+        bucket_mb: int = 256,
+        timeout_s: float = 120,
+        verify: str = "checksum",
     ):
-        if transport != "gloo":
-            raise ValueError(f"transport {transport!r} does not exist: use gloo")
+        backend(transport)  # refuses an unknown one
         if verify not in VERIFY:
             raise ValueError(f"verify {verify!r} does not exist: use one of {', '.join(VERIFY)}")
         self.engines = list(engines)
@@ -52,7 +60,9 @@ class Publisher:
         self.bucket_bytes = int(bucket_mb * 2**20)
         self.timeout_s = timeout_s
         self.verify = verify
-        self.sender: Sender | None = None
+        self.transport = transport
+        self.device = device or torch.device("cpu")
+        self.sender = None
         self.receipts: list[dict] = []
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> dict[str, float]:
@@ -90,7 +100,11 @@ class Publisher:
         waiting = 0.0
         in_flight: tuple | None = None
         for bucket, flat in pack_buckets(
-            tensors, version=version, bucket_bytes=self.bucket_bytes, with_checksums=self.verify != "off"
+            tensors,
+            version=version,
+            bucket_bytes=self.bucket_bytes,
+            with_checksums=self.verify != "off",
+            allocate=self.sender.buffer,
         ):
             # This bucket was made while the one before was on its way.
             waiting += self._settle(in_flight)
@@ -119,7 +133,8 @@ class Publisher:
 
     def _connect(self) -> None:
         ranks = [state["ranks"] for state in self._ask("weights_state")]
-        self.sender = Sender(ray.util.get_node_ip_address(), 1 + sum(ranks), self.timeout_s)
+        host = ray.util.get_node_ip_address()
+        self.sender = make_sender(self.transport, host, 1 + sum(ranks), self.timeout_s, self.device)
         joined = self.sender.connect()
         calls, offset = [], 1
         for engine, name, count in zip(self.engines, self.names, ranks, strict=True):
@@ -136,9 +151,10 @@ class Publisher:
         joined.result()
 
     def _send(self, bucket: Bucket, flat: Tensor) -> tuple:
-        manifest = ray.put(bucket.to_dict())
+        sending = self.sender.send(flat)
+        manifest = ray.put((bucket.to_dict(), sending.ticket))
         calls = [engine.receive_bucket.remote(manifest) for engine in self.engines]
-        return calls, self.sender.broadcast(flat), bucket, flat
+        return calls, sending.work, bucket, flat
 
     def _settle(self, in_flight: tuple | None) -> float:
         """Wait until a bucket has been sent, proven and loaded everywhere; seconds waited."""

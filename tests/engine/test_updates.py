@@ -12,9 +12,9 @@ import torch
 from vllm import SamplingParams
 
 from qarl_openrlhf.engine.state import EngineNotReady
-from qarl_openrlhf.sync import transport
 from qarl_openrlhf.sync.errors import SyncError
 from qarl_openrlhf.sync.publisher import Publisher
+from qarl_openrlhf.sync.transport import gloo
 
 from . import tiny
 from .conftest import refusal, sampling_calls
@@ -97,16 +97,16 @@ def test_wrong_tensors(qwen3, fault):
 
 def test_a_bit_flipped_on_the_way(qwen3, monkeypatch):
     qwen3.publish()
-    send = transport.Sender.broadcast
+    send = gloo.Sender.send
     sent = []
 
-    def broadcast(self, flat):
+    def flip(self, flat):
         sent.append(flat)
         if len(sent) == 3:
             flat[40] ^= 1
         return send(self, flat)
 
-    monkeypatch.setattr(transport.Sender, "broadcast", broadcast)
+    monkeypatch.setattr(gloo.Sender, "send", flip)
     with pytest.raises(SyncError, match=r"engine 0: rank 0: ManifestError: tensor model\.\S+ arrived with checksum"):
         qwen3.publish()
     monkeypatch.undo()
@@ -268,7 +268,7 @@ def test_a_learner_that_dies_leaves_no_half_updated_engine_sampling(qwen3, momen
                 yield from tensors[:20]
                 if moment == "between buckets":
                     time.sleep(1000)
-                transport.Sender.broadcast = lambda self, flat: time.sleep(1000)  # engines wait for bytes
+                gloo.Sender.send = lambda self, flat: time.sleep(1000)  # engines wait for bytes
                 yield from tensors[20:]
 
             Publisher(engines, bucket_mb=0.02, timeout_s=6).publish(some(), version)

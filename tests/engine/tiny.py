@@ -16,6 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from qarl_openrlhf.quant import QuantScheme
@@ -38,10 +40,12 @@ SHAPE = dict(
     eos_token_id=1,
     pad_token_id=2,
 )
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 CLASSES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),  # attention biases
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": False}),  # q/k norms
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"tie_word_embeddings": False, **MOE}),
 }
 
 
@@ -69,7 +73,7 @@ class Learner:
 
     def log_probs(self, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
         """float32 [len(ids) - 1] of the quantized forward."""
-        row = torch.tensor([ids])
+        row = torch.tensor([ids], device=self.model.device)
         with torch.no_grad(), quantized_forward(self.model):
             logits = self.model(row).logits[0, :-1].float() / temperature
         return torch.log_softmax(logits, -1).gather(-1, row[0, 1:, None])[:, 0]
@@ -94,16 +98,16 @@ def make_learner(kind: str, scheme: str, directory, *, dtype=torch.float32, seed
     return Learner(model, parsed, str(directory))
 
 
-def start_engine(learner: Learner, *, tp: int = 1, **kwargs):
+def start_engine(learner: Learner, *, tp: int = 1, device: str = "cpu", ray_gpus: float = 0, **kwargs):
     """Actor handle of an engine for the learner's model and scheme; starting up takes seconds, use ``ready``."""
     from qarl_openrlhf.engine.actor import QarlRolloutActor
 
-    actor = ray.remote(QarlRolloutActor).options(num_cpus=0, max_concurrency=64)
+    actor = ray.remote(QarlRolloutActor).options(num_cpus=0, num_gpus=ray_gpus, max_concurrency=64)
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[learner.model.dtype]
     return actor.remote(
         model=learner.directory,
         qarl_scheme=str(learner.scheme),
-        qarl_device="cpu",
+        qarl_device=device,
         tensor_parallel_size=tp,
         **{"dtype": dtype, "max_model_len": 400, "max_num_seqs": 16, "seed": 0, "num_gpus": 0, **kwargs},
     )

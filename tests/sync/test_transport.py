@@ -9,13 +9,18 @@ import torch
 from qarl_openrlhf.sync import transport
 
 HOST = "127.0.0.1"
+CPU = torch.device("cpu")
 
 
-def receivers(sender: transport.Sender, count: int, receive) -> list[threading.Thread]:
-    """Threads that join as ranks 1..count and call receive(rank, group)."""
+def make_sender(world_size: int, timeout_s: float):
+    return transport.make_sender("gloo", HOST, world_size, timeout_s, CPU)
+
+
+def receivers(sender, count: int, receive) -> list[threading.Thread]:
+    """Threads that join as ranks 1..count and call receive(rank, receiver)."""
 
     def run(rank):
-        receive(rank, transport.join(sender.info, rank, HOST))
+        receive(rank, transport.join(sender.info, rank, CPU, HOST))
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(1, count + 1)]
     for thread in threads:
@@ -34,16 +39,15 @@ def test_bytes_arrive_at_every_rank_and_groups_use_different_ports():
     flat = torch.randint(0, 255, (1_000_003,), dtype=torch.uint8)
     ports = set()
     for _ in range(2):
-        sender = transport.Sender(HOST, 3, 20)
+        sender = make_sender(3, 20)
         got = {}
 
         def receive(rank, group):
-            got[rank] = torch.zeros_like(flat)
-            transport.receive(group, got[rank])
+            got[rank] = group.receive(flat.nbytes)
 
         threads = receivers(sender, 2, receive)
         sender.connect().result(20)
-        work = sender.broadcast(flat)
+        work = sender.send(flat).work
         assert finished(work, 20)
         work.wait()
         for thread in threads:
@@ -55,13 +59,13 @@ def test_bytes_arrive_at_every_rank_and_groups_use_different_ports():
 
 
 def test_a_peer_that_leaves_ends_the_send_with_an_error():
-    sender = transport.Sender(HOST, 2, 20)
+    sender = make_sender(2, 20)
     threads = receivers(sender, 1, lambda rank, group: None)  # joins, then drops its group
     sender.connect().result(20)
     for thread in threads:
         thread.join(20)
     started = time.monotonic()
-    work = sender.broadcast(torch.zeros(50_000_000, dtype=torch.uint8))
+    work = sender.send(torch.zeros(50_000_000, dtype=torch.uint8)).work
     assert finished(work, 10)
     with pytest.raises(RuntimeError):
         work.wait()
@@ -69,32 +73,37 @@ def test_a_peer_that_leaves_ends_the_send_with_an_error():
 
 
 def test_a_silent_peer_blocks_neither_the_sender_nor_its_close():
-    sender = transport.Sender(HOST, 2, 3)
+    sender = make_sender(2, 3)
     release = threading.Event()
     receivers(sender, 1, lambda rank, group: release.wait(30))
     sender.connect().result(20)
     started = time.monotonic()
-    work = sender.broadcast(torch.zeros(50_000_000, dtype=torch.uint8))
+    work = sender.send(torch.zeros(50_000_000, dtype=torch.uint8)).work
     sender.close()
     assert time.monotonic() - started < 1
     assert finished(work, 10)  # gloo's own time-out
     release.set()
 
 
+def test_an_unknown_transport_is_refused_by_name():
+    with pytest.raises(ValueError, match="carrier.*gloo, nccl, ipc"):
+        transport.backend("carrier")
+
+
 def test_a_group_that_never_completes_fails_after_its_time_out():
-    sender = transport.Sender(HOST, 2, 1)
+    sender = make_sender(2, 1)
     joined = sender.connect()
     with pytest.raises(Exception, match="(?i)time"):
         joined.result(20)
 
 
 def test_closing_frees_ranks_that_wait_for_a_missing_one():
-    sender = transport.Sender(HOST, 3, 60)
+    sender = make_sender(3, 60)
     failed = threading.Event()
 
     def wait():
         try:
-            transport.join(sender.info, 1, HOST)
+            transport.join(sender.info, 1, CPU, HOST)
         except RuntimeError:
             failed.set()
 

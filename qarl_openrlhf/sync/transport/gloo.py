@@ -1,38 +1,23 @@
-"""The gloo group that carries buckets: learner rank 0 sends, every rank of every engine receives.
+"""gloo: learner rank 0 broadcasts from host memory to every rank of every engine.
 
-It is a group of its own, made from a store that the learner opens on a free port: the processes' default group belongs to
-DeepSpeed or vLLM, and vLLM's ``PyNcclCommunicator`` becomes a silent no-op on a machine without libnccl. A group that has
-failed is thrown away; the next publish makes a new one on a new port.
-
-Other transports (NCCL, CUDA IPC) come beside this one, with the same ``Sender`` / ``join`` pair.
+A group of its own, not vLLM's ``PyNcclCommunicator``, which becomes a silent no-op on a machine without libnccl.
 """
 
 import os
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-
-@dataclass(frozen=True)
-class GroupInfo:
-    """Where a group's store listens, how many ranks join (rank 0 is the learner), and the longest wait in it (seconds)."""
-
-    host: str
-    port: int
-    world_size: int
-    timeout_s: float
-
-    def to_dict(self) -> dict:
-        return asdict(self)
+from qarl_openrlhf.sync.transport import GroupInfo, Sending, join_store, open_store
 
 
-def _group(store: dist.Store, rank: int, info: GroupInfo, address: str | None) -> ProcessGroupGloo:
+def _group(info: GroupInfo, rank: int, address: str | None) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()
     if address and not os.environ.get("GLOO_SOCKET_IFNAME"):
         # The address peers can reach, not whatever this host's name happens to resolve to.
@@ -41,7 +26,7 @@ def _group(store: dist.Store, rank: int, info: GroupInfo, address: str | None) -
         options._devices = [ProcessGroupGloo.create_default_device()]
     options._timeout = timedelta(seconds=info.timeout_s)
     options._threads = 1
-    return ProcessGroupGloo(store, rank, info.world_size, options)
+    return ProcessGroupGloo(join_store(info), rank, info.world_size, options)
 
 
 def _from_rank_zero() -> dist.BroadcastOptions:
@@ -50,29 +35,31 @@ def _from_rank_zero() -> dist.BroadcastOptions:
     return options
 
 
-def join(info: GroupInfo, rank: int, address: str | None = None) -> ProcessGroupGloo:
-    """Join as ``rank``; blocks until all are there. RuntimeError after ``info.timeout_s`` or when the sender closes.
+class Receiver:
+    """One engine rank's end."""
 
-    address: of this host's interface that the others can reach.
-    """
-    timeout = timedelta(seconds=info.timeout_s)
-    store = dist.TCPStore(info.host, info.port, None, False, timeout=timeout, wait_for_workers=False)
-    return _group(dist.PrefixStore("qarl", store), rank, info, address)
+    overlapped = False  # a bucket is applied in the call that received it: both use the same cores
 
+    def __init__(self, info: GroupInfo, rank: int, device: torch.device, address: str | None = None):
+        self.group = _group(info, rank, address)
 
-def receive(group: ProcessGroupGloo, flat: Tensor) -> None:
-    """Fill ``flat`` (uint8, contiguous) with the next bucket; RuntimeError if a peer is gone or the group times out."""
-    group.broadcast([flat], _from_rank_zero()).wait()
+    def receive(self, nbytes: int, ticket=None) -> Tensor:
+        """The next bucket, uint8 [nbytes]; RuntimeError if a peer is gone or the group times out."""
+        flat = torch.empty(nbytes, dtype=torch.uint8)
+        self.group.broadcast([flat], _from_rank_zero()).wait()
+        return flat
+
+    def close(self) -> None:
+        """Leaving closes the connections: peers that wait for this rank fail at once, not at their time-out."""
+        self.group = None
 
 
 class Sender:
     """The learner's end. Nothing here blocks: the publisher polls, since it must watch the engines at the same time."""
 
-    def __init__(self, host: str, world_size: int, timeout_s: float):
-        timeout = timedelta(seconds=timeout_s)
-        # Port 0: the store binds a free port itself, so nobody can take it in between.
-        self.store: dist.TCPStore | None = dist.TCPStore(host, 0, None, True, timeout=timeout, wait_for_workers=False)
-        self.info = GroupInfo(host, self.store.port, world_size, timeout_s)
+    def __init__(self, host: str, world_size: int, timeout_s: float, device: torch.device | None = None):
+        self.store: dist.TCPStore | None = open_store(host, timeout_s)
+        self.info = GroupInfo("gloo", host, self.store.port, world_size, timeout_s)
         self.group: ProcessGroupGloo | None = None
         self.work: dist.Work | None = None
 
@@ -82,7 +69,7 @@ class Sender:
 
         def form():
             try:
-                self.group = join(self.info, 0, self.info.host)
+                self.group = _group(self.info, 0, self.info.host)
                 joined.set_result(None)
             except Exception as error:
                 joined.set_exception(error)
@@ -90,10 +77,14 @@ class Sender:
         threading.Thread(target=form, name="qarl-gloo-connect", daemon=True).start()
         return joined
 
-    def broadcast(self, flat: Tensor) -> dist.Work:
-        """Start to send a bucket (uint8, contiguous; it must stay alive until the work is completed)."""
+    def buffer(self, nbytes: int) -> Tensor:
+        """Zeroed memory for one bucket; it must stay alive until its send is completed."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def send(self, flat: Tensor) -> Sending:
+        """Start to send a bucket (uint8, contiguous)."""
         self.work = self.group.broadcast([flat], _from_rank_zero())
-        return self.work
+        return Sending(self.work)
 
     def close(self) -> None:
         """Drop the store and the group; ranks that still wait for the group to form fail at once. Does not block.

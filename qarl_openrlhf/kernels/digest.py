@@ -1,0 +1,93 @@
+"""Checksum and count of non-finite values of every tensor of a flat bucket, in one pass over its bytes.
+
+The checksum is that of :mod:`qarl_openrlhf.sync.checksum`: sum of the 32-bit words times odd weights, modulo 2^64. Additions
+of integers may come in any order, so the kernel may use atomics and still agree with the CPU bit for bit.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 8192  # words a program: 32 KiB
+
+# How non-finite values show in a word, by dtype; everything else has none.
+KINDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float8_e4m3fn: 4}
+
+
+@triton.jit
+def _halves(w, MASK: tl.constexpr):
+    return ((w & MASK) == MASK).to(tl.int32) + (((w >> 16) & MASK) == MASK).to(tl.int32)
+
+
+@triton.jit
+def _bytes(w):
+    total = ((w & 0x7F) == 0x7F).to(tl.int32)
+    total += (((w >> 8) & 0x7F) == 0x7F).to(tl.int32)
+    total += (((w >> 16) & 0x7F) == 0x7F).to(tl.int32)
+    total += (((w >> 24) & 0x7F) == 0x7F).to(tl.int32)
+    return total
+
+
+@triton.jit
+def _non_finite(w, kind):
+    """Number of NaN and infinite values in 32-bit words (e4m3fn has no infinity)."""
+    count = tl.zeros_like(w)
+    if kind == 1:
+        count = _halves(w, 0x7F80)
+    if kind == 2:
+        count = _halves(w, 0x7C00)
+    if kind == 3:
+        count = ((w & 0x7F800000) == 0x7F800000).to(tl.int32)
+    if kind == 4:
+        count = _bytes(w)
+    return count
+
+
+@triton.jit
+def _digest_kernel(words, raw, entries, chunks, sums, bad, CHUNK: tl.constexpr):
+    program = tl.program_id(0)
+    entry = tl.load(chunks + 2 * program)
+    first = tl.load(chunks + 2 * program + 1)
+    offset = tl.load(entries + 3 * entry)
+    nbytes = tl.load(entries + 3 * entry + 1)
+    kind = tl.load(entries + 3 * entry + 2)
+    whole = nbytes // 4
+    index = first + tl.arange(0, CHUNK)
+    w = tl.load(words + offset // 4 + index, mask=index < whole, other=0)
+    total = tl.sum((w.to(tl.int64) & 0xFFFFFFFF) * (2 * index + 1), 0)
+    count = tl.sum(_non_finite(w, kind), 0)
+    if (nbytes % 4 != 0) & (whole >= first) & (whole < first + CHUNK):  # the last word, padded with zeros
+        lane = tl.arange(0, 4)
+        part = tl.load(raw + offset + 4 * whole + lane, mask=4 * whole + lane < nbytes, other=0).to(tl.int64)
+        tail = tl.sum(part << (8 * lane).to(tl.int64), 0)
+        total += tail * (2 * whole + 1)
+        count += tl.sum(_non_finite(tl.full((1,), 0, tl.int32) + tail.to(tl.int32), kind), 0)
+    tl.atomic_add(sums + entry, total)
+    tl.atomic_add(bad + entry, count)
+
+
+def digest(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> tuple[list[int], list[int]]:
+    """(checksums in [0, 2^64), numbers of non-finite values) of pieces of ``flat``; waits for the device once.
+
+    flat: uint8 [nbytes], nbytes a multiple of 4. entries: (offset, a multiple of 4; nbytes; dtype) of each piece.
+    """
+    if not entries:
+        return [], []
+    table = np.array([(offset, nbytes, KINDS.get(dtype, 0)) for offset, nbytes, dtype in entries], dtype=np.int64)
+    counts = np.maximum(1, -(-table[:, 1] // (4 * CHUNK)))
+    owner = np.repeat(np.arange(len(entries)), counts)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    chunks = np.stack([owner, within * CHUNK], axis=1)
+    # One transfer: entries, then chunks.
+    tables = torch.from_numpy(np.concatenate([table.reshape(-1), chunks.reshape(-1)])).to(flat.device)
+    sums = torch.zeros(len(entries), dtype=torch.int64, device=flat.device)
+    bad = torch.zeros(len(entries), dtype=torch.int32, device=flat.device)
+    _digest_kernel[(len(chunks),)](
+        flat.view(torch.int32), flat, tables, tables[table.size :], sums, bad, CHUNK=CHUNK
+    )
+    both = torch.stack([sums, bad.long()]).tolist()
+    return [value % 2**64 for value in both[0]], both[1]

@@ -1,0 +1,29 @@
+"""A Ray head on the machine's GPUs, for tests of vLLM's own low-bit kernels under published weights.
+
+    python -m pytest tests/gpu -q        one GPU: colocated, transport ipc; two or more: transport nccl, too
+"""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "/gpu/" in str(item.path):
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    import ray
+
+    from qarl_openrlhf import runtime
+
+    environment = runtime.set_environment("cuda")
+    runtime.start_ray("cuda", runtime.ResourcePlan({"engines": 1}), environment, log_to_driver=False)
+    yield
+    ray.shutdown()
