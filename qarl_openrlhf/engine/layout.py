@@ -127,14 +127,26 @@ def slots(model: nn.Module, parameters: Callable[[nn.Module], dict] = own_parame
     result: dict[str, Slot] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for name, parameter in parameters(module).items():
+        own = parameters(module)
+        for name, parameter in own.items():
             identity = id(module._parameters.get(name, parameter))
             if identity in seen:
                 continue
             seen.add(identity)
-            for slot in _slots_of(path, name, module, parameter, packed):
+            if name.startswith(("w13_", "w2_")):
+                slot = gpu_expert_slot(path, module, name, parameter, quantized="w13_weight_scale" in own)
+                found = [] if slot is None else [slot]
+            else:
+                found = _slots_of(path, name, module, parameter, packed)
+            for slot in found:
                 result[slot.name] = replace(slot, layer=path, attribute=name)
     return result
+
+
+def gpu_expert_slot(*args, **kwargs) -> Slot | None:
+    from qarl_openrlhf.engine.gpu_moe import expert_slot  # it builds on this module
+
+    return expert_slot(*args, **kwargs)
 
 
 def _slots_of(path: str, name: str, module: nn.Module, parameter: nn.Parameter, packed: dict) -> Iterator[Slot]:
