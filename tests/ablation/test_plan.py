@@ -1,0 +1,124 @@
+"""Which command each run of an ablation gets, and what is refused before anything starts."""
+
+import subprocess
+
+import pytest
+
+from qarl_openrlhf.ablation.plan import PlanError, make_plan, split_flags
+from qarl_openrlhf.cli import ablate_objectives, train_qarl
+from tests.tiny_models import save_tiny_model
+
+ALL_ARMS = ablate_objectives.PAPER_ARMS.split(",")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    model = save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", hidden=128)
+    return [
+        "--device", "cpu", "--actor.model_name_or_path", model, "--data.prompt_dataset", "prompts.jsonl",
+        "--reward.remote_url", "reward.py", "--vllm.num_engines", "1", "--actor.num_gpus_per_node", "1",
+        "--ref.num_gpus_per_node", "1", "--algo.advantage.estimator", "group_norm", "--rollout.n_samples_per_prompt", "8",
+        "--rollout.batch_size", "4", "--train.batch_size", "8", "--train.micro_batch_size", "8", "--rollout.stop", "\n",
+    ]  # fmt: skip
+
+
+def plan(arms, shared, out, schemes=("w4a16",), seeds=(0,)):
+    return make_plan(arms, list(schemes), list(seeds), shared, out, rollout_samples=32)
+
+
+def test_dry_run_prints_every_command_and_each_is_one_that_train_qarl_takes(shared, tmp_path, capsys):
+    out = tmp_path / "ablation"
+    matrix = ["--schemes", "bf16,w4a16:g64:rollout,w4a16:g64", "--seeds", "0,1", "--out", str(out), "--dry_run"]
+    ablate_objectives.main([*matrix, *shared, "--objective.band_scale", "64", "--objective.is_low", "0.5"])
+    printed = capsys.readouterr()
+    commands = printed.out.splitlines()
+    assert len(commands) == len(ALL_ARMS) * 3 * 2 and not out.exists()
+    # a shell reads every line back, the newline of --rollout.stop included
+    script = "".join(f"printf '%s\\0' {command}; printf '\\1'\n" for command in commands)
+    read = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split("\1")
+    seen = set()
+    for line in read[:24]:
+        words = line.split("\0")[:-1]
+        words = words[words.index("qarl_openrlhf.cli.train_qarl") + 1 :]
+        if "0" == words[words.index("--train.seed") + 1]:
+            args, _, _ = train_qarl.resolve(words)
+            seen.add((args.objective.name, args.quant.scheme))
+            assert args.rollout.stop == ["\n"]
+            assert args.objective.hyperparameters.get("band_scale") == (64 if args.objective.name in ("tbpo", "gspo", "mis_gspo") else None)
+            assert args.objective.hyperparameters.get("is_low") == (0.5 if args.objective.name == "mis_gspo" else None)
+            assert args.train.batch_size == (32 if args.objective.name == "onpolicy_grpo" else 8)
+            assert args.metrics.dir.startswith(str(out))
+    assert seen == {(arm, scheme) for arm in ALL_ARMS for scheme in ("bf16", "w4a16:g64:rollout", "w4a16:g64")}
+    assert "grpo_tis goes without --objective.band_scale 64, --objective.is_low 0.5" in printed.err
+    assert "onpolicy_grpo makes one optimizer step a rollout: --train.batch_size 32" in printed.err
+    assert "mis_gspo goes without" not in printed.err
+
+
+def test_seeds_come_last_so_that_every_arm_is_seen_early(shared, tmp_path):
+    runs = plan(["tbpo", "gspo"], shared, tmp_path, ["bf16", "w4a16"], [3, 5]).runs
+    assert [(r.identity.seed, r.identity.scheme, r.identity.objective) for r in runs[:5]] == [
+        (3, "bf16", "tbpo"), (3, "bf16", "gspo"), (3, "w4a16", "tbpo"), (3, "w4a16", "gspo"), (5, "bf16", "tbpo"),
+    ]  # fmt: skip
+    assert len({r.directory for r in runs}) == 8 and runs[0].directory == tmp_path / "tbpo" / "bf16" / "seed3"
+
+
+def test_a_shared_mis_weight_brings_its_band_to_every_arm(shared, tmp_path):
+    words = [*shared, "--objective.is_weight", "mis", "--objective.is_high=1.5"]
+    made = plan(["tbpo", "grpo_tis", "openrlhf"], words, tmp_path)
+    assert ["--objective.is_high=1.5" in run.flags for run in made.runs] == [True, True, False]
+    assert made.notes == ["openrlhf goes without --objective.is_weight mis, --objective.is_high=1.5: it has no such hyperparameter"]
+
+
+def test_a_users_own_objective_is_an_arm(shared, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from qarl_openrlhf.objectives import Surrogate, objective\n\n\n"
+        "@objective(level='token', mean='tokens', is_weight='none')\n"
+        "def gentle(units, *, steepness: float = 2.0) -> Surrogate:\n    'A surrogate.'\n    return Surrogate(steepness * units.log_ratio * units.advantages)\n"
+    )
+    arm = f"{tmp_path / 'mine.py'}:gentle"
+    run = plan([arm], [*shared, "--objective.steepness", "3"], tmp_path / "out").runs[0]
+    assert run.directory == tmp_path / "out" / "gentle" / "w4a16" / "seed0" and run.identity.objective == "gentle"
+    assert train_qarl.resolve(run.flags)[0].objective.hyperparameters == {"steepness": 3.0}
+
+
+@pytest.mark.parametrize(
+    "arms, extra, message",
+    [
+        (["no_such"], [], "--arms no_such: unknown objective"),
+        (["tbpo", "tbpo"], [], "arm tbpo is given twice"),
+        (["tbpo"], ["--quant.scheme", "bf16"], "--quant.scheme is set for each run"),
+        (["tbpo"], ["--metrics.dir=x"], "--metrics.dir is set for each run"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(shared, tmp_path, arms, extra, message):
+    with pytest.raises(PlanError, match=message):
+        plan(arms, [*shared, *extra], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--schemes", "w3a16"], "w3a16"),
+        (["--arms", "tbpo", "--no_such_flag", "1"], "no_such_flag"),
+        (["--arms", "tbpo", "--objective.is_cap", "-1"], "is_cap"),
+        (["--arms", "tbpo", "--rollout.top_p", "0.9"], "allow_truncated_sampling"),
+    ],
+)
+def test_wrong_flags_end_before_any_run_starts(shared, tmp_path, words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        ablate_objectives.main([*shared, *words, "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2 and not (tmp_path / "out").exists()
+    assert message in capsys.readouterr().err
+
+
+def test_parallel_runs_need_a_cluster(shared, tmp_path):
+    with pytest.raises(SystemExit, match="--parallel needs --ray_address"):
+        ablate_objectives.main([*shared, "--parallel", "2", "--out", str(tmp_path)])
+
+
+def test_flags_are_split_with_their_values():
+    assert split_flags(["--a.b", "1", "-2", "--c=3", "--no-d", "--e"]) == [
+        ("a.b", ["--a.b", "1", "-2"]), ("c", ["--c=3"]), ("d", ["--no-d"]), ("e", ["--e"]),
+    ]  # fmt: skip
+    with pytest.raises(PlanError, match="'x' belongs to no flag"):
+        split_flags(["x"])
