@@ -8,6 +8,7 @@ import torch
 
 LOW_PROBABILITY = 1e-3
 REPEAT_NGRAM = 4
+HASH_MULTIPLIER = 0x5851F42D4C957F2D  # odd, of Knuth's MMIX generator
 
 
 def statistics(batch) -> dict:
@@ -25,16 +26,26 @@ def statistics(batch) -> dict:
 
 
 def repeats(tokens: torch.Tensor, mask: torch.Tensor, n: int = REPEAT_NGRAM) -> torch.Tensor:
-    """Bool [B, A]: the action token ends an n-gram of action tokens that the same row has shown before."""
-    marked = torch.zeros_like(mask)
-    for row, (ids, active) in enumerate(zip(tokens.tolist(), mask.tolist())):
-        seen, window = set(), []
-        for column, (token, on) in enumerate(zip(ids, active)):
-            if not on:
-                continue
-            window = (window + [token])[-n:]
-            if len(window) == n:
-                gram = tuple(window)
-                marked[row, column] = gram in seen
-                seen.add(gram)
-    return marked
+    """Bool [B, A]: the action token ends an n-gram of action tokens that the same row has shown before.
+
+    n-grams are compared by a 64-bit hash: a Python loop over a rollout's tokens would take longer than all other metrics.
+    """
+    mask = mask.bool()
+    windows = mask.shape[1] - n + 1
+    if windows < 1:
+        return torch.zeros_like(mask)
+    # A row's action tokens to the left, in their order: a turn of the environment between them does not count.
+    order = (~mask).to(torch.int8).argsort(dim=1, stable=True)
+    ids = tokens.gather(1, order).long()
+    key = torch.zeros_like(ids[:, :windows])
+    for k in range(n):
+        key = (key + ids[:, k : k + windows]) * HASH_MULTIPLIER  # wraps around
+    ends = torch.arange(n - 1, mask.shape[1], device=mask.device)
+    valid = ends < mask.sum(1, keepdim=True)
+    # Equal keys lie side by side, the first to occur first; windows that reach beyond the row's tokens come after all others.
+    key, where = key.sort(dim=1, stable=True)
+    again = torch.zeros_like(valid)
+    again[:, 1:] = key[:, 1:] == key[:, :-1]
+    shown = torch.zeros_like(mask)
+    shown[:, n - 1 :] = torch.zeros_like(valid).scatter(1, where, again) & valid
+    return torch.zeros_like(mask).scatter(1, order, shown)

@@ -80,6 +80,22 @@ def test_repeats_marks_the_second_copy_of_an_ngram_only():
     assert error_tokens.repeats(tokens, hidden)[0, 8].item() is False
 
 
+def test_repeats_equal_a_loop_over_the_tokens():
+    g = torch.Generator().manual_seed(0)
+    for rows, width, vocabulary in ((6, 200, 3), (4, 90, 2), (3, 3, 2), (2, 4, 1), (5, 300, 40)):
+        tokens = torch.randint(0, vocabulary, (rows, width), generator=g)
+        mask = torch.rand(rows, width, generator=g) < 0.8
+        mask[0] = False
+        expected = torch.zeros_like(mask)
+        for row in range(rows):
+            seen, window = set(), ()
+            for column in mask[row].nonzero().flatten().tolist():
+                window = (*window, int(tokens[row, column]))[-4:]
+                expected[row, column] = len(window) == 4 and window in seen
+                seen.add(window)
+        assert torch.equal(error_tokens.repeats(tokens, mask), expected), (rows, width, vocabulary)
+
+
 def test_error_token_rates_by_sign():
     tokens = torch.arange(1, 15).repeat(2, 1)
     experience = types.SimpleNamespace(
