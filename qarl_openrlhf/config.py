@@ -24,11 +24,6 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
     Args:
         flat: argparse namespace with dotted names; typed: the names the user typed (never changed silently).
     """
-    if device == "cuda":
-        raise ConfigError(
-            "training on a GPU is not finished: the weight push to vLLM's GPU engines does not exist yet; use --device cpu in an "
-            "environment made by scripts/setup_env.sh --cpu"
-        )
     QuantScheme.parse(getattr(flat, "quant.scheme"))
     for flag, meaning in REQUIRED.items():
         if not getattr(flat, flag):
@@ -81,10 +76,24 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
         )
     if args.sync.probe_every < 1:
         raise ConfigError("--sync.probe_every must be at least 1")
-    if args.sync.transport == "auto":
-        args.sync.transport = "gloo"
+    args.sync.transport = _transport(args, device)
+    _check_muon(args, typed)
     if args.quant.cache == "auto":
         args.quant.cache = default_cache(args.ds.zero_stage, device)
+
+
+def _transport(args, device: str) -> str:
+    """gloo on a CPU; ipc where learner and engines share GPUs; nccl where engines have GPUs of their own."""
+    shared = args.train.colocate_all and not args.train.async_enable
+    fitting = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
+    if args.sync.transport not in ("auto", fitting):
+        where = "on a CPU" if device == "cpu" else "with --train.colocate_all" if shared else "with engines on GPUs of their own"
+        raise ConfigError(f"--sync.transport {args.sync.transport} does not work {where}: use {fitting}, or auto")
+    if args.sync.verify == "readback" and device == "cuda":
+        raise ConfigError(
+            "--sync.verify readback compares bytes in the engine's memory, which GPU kernels keep in another layout: use checksum"
+        )
+    return fitting
 
 
 def default_cache(zero_stage: int, device: str) -> str:
@@ -119,6 +128,26 @@ def _check_objective(args, typed: set[str]) -> None:
             raise ConfigError(
                 f"--objective.name {args.objective.name} makes one optimizer step a rollout, these flags make {updates:g}: set --train.batch_size "
                 f"{args.rollout.batch_size * args.rollout.n_samples_per_prompt} and --train.max_epochs 1"
+            )
+
+
+def _check_muon(args, typed: set[str]) -> None:
+    roles = ["actor", "critic"] if args.critic.model_name_or_path else ["actor"]
+    for role in (role for role in roles if getattr(args, role).optim == "muon"):
+        muon = getattr(args, role).muon
+        if f"{role}.muon.lr" not in typed:
+            raise ConfigError(
+                f"--{role}.optim muon without --{role}.muon.lr: OpenRLHF's default of 0.02 is for pretraining. With "
+                f"--{role}.muon.scale match_rms (the default) a learning rate of AdamW's size fits, e.g. 1e-6; with spectral, "
+                "about 0.2 sqrt(hidden size) times that"
+            )
+        if args.ds.zero_stage == 0 or (args.ds.zero_stage == 1 and args.ds.grad_accum_dtype == "fp32"):
+            what = "zero_stage 0" if args.ds.zero_stage == 0 else "grad_accum_dtype fp32 at stage 1"
+            raise ConfigError(f"--{role}.optim muon does not run with --ds.{what}: use --ds.zero_stage 2 (or 1, 3)")
+        if muon.ns_steps < 1 or not 0 <= muon.momentum < 1:
+            raise ConfigError(
+                f"--{role}.muon.ns_steps {muon.ns_steps} and --{role}.muon.momentum {muon.momentum}: at least 1 step, and a "
+                "momentum from 0 to below 1"
             )
 
 

@@ -65,6 +65,12 @@ def set_environment(device: str, threads: int | None = None) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in wanted or name.startswith(PASSED_ON)}
 
 
+def cuda_device_count() -> int:
+    """GPUs of this host, whatever CUDA_VISIBLE_DEVICES shows of them; no CUDA context is made."""
+    directory = "/proc/driver/nvidia/gpus"
+    return len(os.listdir(directory)) if os.path.isdir(directory) else 0
+
+
 def available_cpus() -> int:
     """Cores this process may use (cgroup affinity, not the machine's total)."""
     return len(os.sched_getaffinity(0))

@@ -58,6 +58,7 @@ class QarlActorTrainer(ActorPPOTrainer):
                 self.publisher = Publisher(
                     self.vllm_engines,
                     transport=sync.transport,
+                    device=self.device,
                     bucket_mb=sync.bucket_mb,
                     timeout_s=sync.timeout_s,
                     verify=sync.verify,

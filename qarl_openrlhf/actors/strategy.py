@@ -7,6 +7,8 @@ from openrlhf.models import Actor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 
 from qarl_openrlhf.actors.quant_actor import QuantActor
+from qarl_openrlhf.kernels import dispatch
+from qarl_openrlhf.optim import muon
 from qarl_openrlhf.patches.rotary import restore_frequencies
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -21,9 +23,15 @@ class QarlStrategy(DeepspeedStrategy):
     def _ds_init_train_model(self, model, cfg: dict):
         if isinstance(model, Actor):
             quant = self.args.quant
+            dispatch.set_kernel(quant.kernel)
             report = QuantActor.convert(model, QuantScheme.parse(quant.scheme), cache=quant.cache)
             self.print(report.table())
-        trained, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
+        if cfg["optim"] == "muon":
+            with muon.in_place_of_deepspeeds(cfg["muon"], cfg["adam"]):
+                # As "adam": OpenRLHF's Muon branch only sets DeepSpeed's own up, and warns of its faults.
+                trained, optimizer, scheduler = super()._ds_init_train_model(model, {**cfg, "optim": "adam"})
+        else:
+            trained, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
         restore_frequencies(trained)
         return trained, optimizer, scheduler
 
@@ -36,9 +44,11 @@ class QarlStrategy(DeepspeedStrategy):
     def get_ds_train_config(self, optim_dict: dict | None = None, *, max_norm: float | None = None) -> dict:
         config = super().get_ds_train_config(optim_dict, max_norm=max_norm)
         optimizer = config.get("optimizer")
-        if not torch.cuda.is_available() and optimizer and optimizer["type"] == "AdamW" and not self.adam_offload:
-            # PyTorch's AdamW has the same arithmetic as DeepSpeed's fused one, which takes g++ a minute to compile.
+        if optimizer and optimizer["type"] == "AdamW" and not self.adam_offload:
+            # PyTorch's AdamW has the same arithmetic as DeepSpeed's fused one, which a compiler takes minutes to build.
             optimizer["params"]["torch_adam"] = True
+            if torch.cuda.is_available():
+                optimizer["params"]["fused"] = True
         return config
 
     def optimizer_step(self, optimizer, model, scheduler, name="model", **kwargs) -> None:

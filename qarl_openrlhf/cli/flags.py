@@ -26,6 +26,13 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None)
         "also the copy its products read, or nothing. Packed bytes are the same in all three",
     )
     group.add_argument(
+        "--quant.kernel",
+        default="auto",
+        choices=["auto", "triton", "torch"],
+        help="kernels of the learner on a GPU: the fastest known for each shape (ours or the library's), ours wherever there "
+        "is one, or the plain torch references",
+    )
+    group.add_argument(
         "--quant.allow_fp16", action="store_true", help="let --ds.param_dtype fp16 run with a quantized scheme (gradients underflow)"
     )
     group.add_argument(
@@ -36,7 +43,9 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None)
         action="store_true",
         help="let --rollout.top_p < 1 run although sampler and learner then have different distributions",
     )
-    group.add_argument("--sync.transport", default="auto", choices=["auto", "gloo"], help="how packed tensors reach the engines")
+    group.add_argument(
+        "--sync.transport", default="auto", choices=["auto", "gloo", "nccl", "ipc"], help="how packed tensors reach the engines: gloo on a CPU, ipc on a shared GPU, nccl between GPUs"
+    )
     group.add_argument("--sync.bucket_mb", type=float, default=256, help="size of one flat buffer of the push, MiB")
     group.add_argument("--sync.timeout_s", type=float, default=300, help="a push that takes longer fails, naming the engine")
     group.add_argument(
@@ -49,6 +58,14 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None)
     group.add_argument(
         "--sync.probe_tol", type=float, default=0.3, help="largest mean |delta logp| of that text, in nats, that is still the same weights"
     )
+    for role in ("actor", "critic"):
+        group.add_argument(
+            f"--{role}.muon.scale",
+            default="match_rms",
+            choices=["match_rms", "spectral"],
+            help=f"with --{role}.optim muon, the learning rate of a matrix [m, n]: --{role}.muon.lr times 0.2 sqrt(max(m, n)), "
+            "so that AdamW's learning rates fit (the default; the paper does not say), or times sqrt(max(1, m/n))",
+        )
     group.add_argument("--metrics.dir", default=None, help="run directory: metrics.jsonl, plots (default: --ckpt.output_dir)")
     group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     group.add_argument("--preset", default=None, metavar="NAME", help="flags of a named recipe, before your own (see docs/objectives.md)")

@@ -5,6 +5,7 @@ from qarl_openrlhf import patches
 patches.apply()
 
 import asyncio  # noqa: E402
+import os  # noqa: E402
 import pickle  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Awaitable  # noqa: E402
@@ -21,7 +22,7 @@ from qarl_openrlhf.engine import plugin  # noqa: E402
 from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
 from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # noqa: E402
 from qarl_openrlhf.quant import QuantScheme  # noqa: E402
-from qarl_openrlhf.runtime import resolve_device  # noqa: E402
+from qarl_openrlhf.runtime import cuda_device_count, resolve_device  # noqa: E402
 from qarl_openrlhf.sync.errors import SyncError  # noqa: E402
 
 
@@ -68,8 +69,16 @@ class QarlRolloutActor(_RolloutActor):
         await super().__init__(*args, **{"num_gpus": 0, **kwargs, **overrides})
 
     def _configure_device_env(self, backend, bundle_indices, num_gpus):
-        if not self.on_cpu:  # a CPU engine has no device to choose, though Ray may count logical GPUs
-            super()._configure_device_env(backend, bundle_indices, num_gpus)
+        if self.on_cpu:  # no device to choose, though Ray may count logical GPUs
+            return
+        super()._configure_device_env(backend, bundle_indices, num_gpus)
+        if backend != "ray":
+            # The engine's own GPUs first, then the host's others: CUDA maps memory of a GPU (transport ipc, learner rank 0)
+            # only where it is visible.
+            own = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+            others = [str(i) for i in range(cuda_device_count()) if str(i) not in own]
+            if own and all(gpu.isdigit() for gpu in own):
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own + others)
 
     # ---- sampling -----------------------------------------------------------------------------------------------------
 
@@ -242,6 +251,11 @@ class QarlRolloutActor(_RolloutActor):
                 task.cancel()
                 raise TimeoutError(f"no answer from the engine's workers for {self.timeout_s:g} s")
         return task.result()
+
+    async def memory(self) -> dict:
+        """Bytes of GPU memory held by torch, the largest of all ranks: {allocated, peak}."""
+        ranks = await self.llm.collective_rpc("qarl_memory")
+        return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
 
     # ---- reading back -------------------------------------------------------------------------------------------------
 

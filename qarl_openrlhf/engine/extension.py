@@ -2,10 +2,12 @@
 
 import pickle
 
+import torch
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
 from qarl_openrlhf.engine import gpu_layers, layout, plugin
 from qarl_openrlhf.engine.cpu_method import QarlLinearMethod
+from qarl_openrlhf.engine.moe_method import CpuMoEMethod
 
 # vLLM imports this module before it loads the model, in every worker: the backend is known even where the package is on the
 # path but not installed, i.e. has no entry point.
@@ -23,6 +25,12 @@ class QarlWorkerExtension:
         """End the current weight update, whatever state it is in, so that a later one can start."""
         self.weight_transfer_engine.abort()
         self._weight_update_active = False
+
+    def qarl_memory(self) -> dict:
+        """Bytes of this rank's GPU memory held by torch: {allocated, peak}; zeros on a CPU."""
+        if not torch.cuda.is_available():
+            return {"allocated": 0, "peak": 0}
+        return {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
 
     def qarl_read_tensors(self, names: list[str] | None) -> bytes:
         """Pickled {checkpoint name: (full shape, Part, tensor of this rank's part)}.
@@ -44,6 +52,9 @@ class QarlWorkerExtension:
         packed_modules = getattr(model, "packed_modules_mapping", {})
         found = {}
         for path, module in model.named_modules():
+            if isinstance(getattr(module, "quant_method", None), CpuMoEMethod):
+                experts = module.quant_method.effective_weights(module, path)
+                found |= {name: weight for name, weight in experts.items() if names is None or name in names}
             if not isinstance(module, LinearBase):
                 continue
             if isinstance(module.quant_method, QarlLinearMethod):

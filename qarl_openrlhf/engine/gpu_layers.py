@@ -83,9 +83,11 @@ class GpuLayer:
             layer.__dict__.pop(ALREADY, None)
             layer.quant_method.process_weights_after_loading(layer)
             fresh = {**layer._parameters, **layer._buffers}
+            copied: set[int] = set()  # some layers have one tensor under two names
             for name, old in {**live, **buffers}.items():
-                if old is not None and fresh.get(name) is not old:
+                if old is not None and fresh.get(name) is not old and old.data_ptr() not in copied:
                     self._copy(name, old, fresh.get(name))
+                    copied.add(old.data_ptr())
             for owner, before in [*kept, (layer, attributes)]:
                 for name, old in before.items():
                     new = vars(owner).get(name)

@@ -3,6 +3,8 @@
     python -m pytest tests/gpu -q        one GPU: colocated, transport ipc; two or more: transport nccl, too
 """
 
+import os
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def cluster():
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # a tensor parallel engine beside others asks Ray for none
     import ray
 
     from qarl_openrlhf import runtime

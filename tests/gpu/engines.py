@@ -38,7 +38,8 @@ class Bench:
     def __init__(self, learner, engines, transport: str, device: str = "cuda:0", **publisher):
         self.learner, self.engines, self.version = learner, engines, 0
         options = {"bucket_mb": 0.5, "timeout_s": 60, **publisher}
-        self.publisher = Publisher(engines, transport=transport, device=torch.device(device), **options)
+        options = {"device": torch.device(device), **options}
+        self.publisher = Publisher(engines, transport=transport, **options)
 
     def publish(self, tensors=None) -> dict:
         self.version += 1

@@ -5,6 +5,7 @@ import ray
 import torch
 
 from qarl_openrlhf.quant import dequantize_weight
+from qarl_openrlhf.quant.linear import QuantLinear
 
 from . import engines
 
@@ -15,13 +16,18 @@ CASES = {
     "w8a8": ("qwen2", "w8a8"),
     "fp8": ("qwen3", "fp8"),
     "w4a8": ("qwen3", "w4a8"),
+    "moe": ("qwen3_moe", "bf16"),
+    "moe-w4a16": ("qwen3_moe", "w4a16"),
+    "moe-fp8": ("qwen3_moe", "fp8"),
 }
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 
 
 @pytest.fixture(scope="module")
 def benches(cluster, tmp_path_factory):
     learners = {
-        case: engines.make_learner(kind, scheme, tmp_path_factory.mktemp(case)) for case, (kind, scheme) in CASES.items()
+        case: engines.make_learner(kind, scheme, tmp_path_factory.mktemp(case), **(MOE if "moe" in kind else {}))
+        for case, (kind, scheme) in CASES.items()
     }
     actors = {case: engines.start(learner) for case, learner in learners.items()}
     made = {}
@@ -42,8 +48,8 @@ def bench(request, benches):
 
 
 def effective(learner) -> dict[str, torch.Tensor]:
-    modules = learner.model.named_modules()
-    return {name: dequantize_weight(m.packed(), m.weight.dtype).cpu() for name, m in modules if getattr(m, "scheme", None)}
+    layers = [(name, m) for name, m in learner.model.named_modules() if isinstance(m, QuantLinear) and m.scheme]
+    return {name: dequantize_weight(m.packed(), m.weight.dtype).cpu() for name, m in layers}
 
 
 def assert_same(bench) -> None:
@@ -53,11 +59,12 @@ def assert_same(bench) -> None:
         theirs = torch.tensor(ray.get(engine.probe_logprobs.remote([text]), timeout=60)[0])
         gap = float((mine.cpu() - theirs).abs().mean())
         print(f"{bench.learner.scheme}: mean |delta logp| {gap:.5f}")
-        assert gap < 0.06
+        # Random models: BF16 rounding explains 0.03, and what it flips among 8-bit activations 0.14 (fp8: steps of an eighth).
+        assert gap < {"bf16": 0.06, "int8": 0.15, "fp8": 0.25}[bench.learner.scheme.activation_format]
         if bench.learner.scheme.name == "w4a16":
             wanted = effective(bench.learner)
             got = ray.get(engine.effective_weights.remote(), timeout=60)
-            assert got.keys() == wanted.keys() and len(wanted) == 14
+            assert got.keys() == wanted.keys() and len(wanted) in (8, 14)
             for name in wanted:
                 assert torch.equal(got[name], wanted[name]), name
 

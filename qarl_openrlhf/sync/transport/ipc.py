@@ -1,7 +1,8 @@
-"""CUDA IPC: learner and engine on one GPU; the engine reads the learner's buffer where it lies.
+"""CUDA IPC: learner and engines on the same GPUs; an engine reads the learner's buffer where it lies.
 
 Only handles travel, over the RPC that announces the bucket. The learner's two buffers stay for the life of the group, so an
-engine maps each of them once, and never more than two buckets are copied.
+engine maps each of them once, and never more than two buckets are copied. An engine on another GPU of the host than learner
+rank 0 maps the buffer through peer access and copies it over NVLink or PCIe.
 """
 
 from concurrent.futures import Future
@@ -22,20 +23,24 @@ class Receiver:
 
     def __init__(self, info: GroupInfo, rank: int, device: torch.device, address: str | None = None):
         self.rank, self.device = rank, device
+        self.gpu = str(torch.cuda.get_device_properties(device).uuid)
         self.mapped: dict[tuple, Tensor] = {}
 
     def receive(self, nbytes: int, ticket: dict) -> Tensor:
-        """The bucket as a view of the learner's memory, uint8 [nbytes]."""
-        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        if ticket["gpu"] != uuid:
-            raise RuntimeError(f"transport ipc: the learner is on GPU {ticket['gpu']}, this engine on {uuid}; {HINT}")
+        """The bucket, uint8 [nbytes]: a view of the learner's memory, or a copy of it where that is another GPU's."""
         key = ticket["key"]
         if key not in self.mapped:
             self.mapped = {k: v for k, v in self.mapped.items() if k[0] != key[0]}  # a buffer that was grown
             arguments = list(ticket["handles"][self.rank - 1])
-            arguments[6] = self.device.index  # the device's number in this process
-            self.mapped[key] = rebuild_cuda_tensor(*arguments)
-        return self.mapped[key][:nbytes]
+            arguments[6] = self.device.index  # mapped into this device's address space, wherever the memory is
+            try:
+                self.mapped[key] = rebuild_cuda_tensor(*arguments)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"transport ipc: rank {self.rank} on GPU {self.gpu} cannot map memory of GPU {ticket['gpu']} ({error}); {HINT}"
+                ) from error
+        flat = self.mapped[key][:nbytes]
+        return flat if ticket["gpu"] == self.gpu else flat.clone()
 
     def close(self) -> None:
         self.mapped.clear()

@@ -1,0 +1,227 @@
+"""A learner and a vLLM engine of a real model's shape, and what a push between them costs.
+
+The learner's master weights are random. A dense model is built whole; of a mixture of experts one decoder layer is made and
+quantized anew under every layer's name, since 60 GB of master weights need not lie in memory to measure a push.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+
+import ray
+import torch
+from torch import Tensor
+
+_COMMON = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    torch_dtype="bfloat16",
+    vocab_size=151936,
+    head_dim=128,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    bos_token_id=151643,
+    eos_token_id=151645,
+)
+
+
+def _dense(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more) -> dict:
+    sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
+    return {**_COMMON, **sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
+
+
+SHAPES = {
+    "tiny": _dense(512, 1024, 4, 8, 4, vocab_size=4096, head_dim=64),
+    "1.5b": _dense(1536, 8960, 28, 12, 2, tie_word_embeddings=True),
+    "7b": _dense(3584, 18944, 28, 28, 4),
+    "8b": _dense(4096, 12288, 36, 32, 8),
+    "30b-a3b": _dense(
+        2048, 6144, 48, 32, 4,
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+    ),
+}  # fmt: skip
+
+
+def config_of(shape: str, layers: int | None):
+    """Hugging Face config of a shape, optionally with fewer layers."""
+    from transformers import AutoConfig
+
+    fields = dict(SHAPES[shape])
+    if layers:
+        fields["num_hidden_layers"] = layers
+    return AutoConfig.for_model(**fields)
+
+
+def masters_of(model_class, config, device) -> torch.nn.Module:
+    """A model with random BF16 weights on the device."""
+    with torch.device("meta"):
+        model = model_class(config).to(torch.bfloat16)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    return model
+
+
+class Learner:
+    """The learner's process (a Ray actor): master weights, quantizer, publisher."""
+
+    def __init__(self, shape: str, layers: int | None, scheme: str, gpu: int = 0):
+        from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
+
+        from qarl_openrlhf.quant.convert import convert_model
+        from qarl_openrlhf.quant.scheme import QuantScheme
+
+        self.device = torch.device("cuda", gpu)
+        torch.cuda.set_device(self.device)
+        self.config = config_of(shape, layers)
+        self.layers = self.config.num_hidden_layers
+        self.repeated = shape == "30b-a3b"
+        if self.repeated:
+            self.config.num_hidden_layers = 1
+        model_class = Qwen3MoeForCausalLM if self.repeated else Qwen3ForCausalLM
+        self.model = masters_of(model_class, self.config, self.device)
+        self.scheme = QuantScheme.parse(scheme)
+        convert_model(self.model, self.scheme)
+        self.version = 0
+        self.publisher = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What is published, quantized on the way."""
+        from qarl_openrlhf.quant.convert import published_tensors
+
+        self.model.quant_cache.invalidate()
+        if not self.repeated:
+            yield from published_tensors(self.model, self.scheme)
+            return
+        others = []
+        for name, tensor in published_tensors(self.model, self.scheme):
+            if ".layers.0." not in name:
+                others.append((name, tensor))
+        for layer in range(self.layers):
+            self.model.quant_cache.invalidate()  # quantize again, as for another layer
+            for name, tensor in published_tensors(self.model, self.scheme):
+                if ".layers.0." in name:
+                    yield name.replace(".layers.0.", f".layers.{layer}."), tensor
+        yield from others
+
+    def connect(self, engines: list, transport: str, bucket_mb: int, verify: str) -> None:
+        from qarl_openrlhf.sync.publisher import Publisher
+
+        self.publisher = Publisher(
+            engines, transport=transport, device=self.device, bucket_mb=bucket_mb, timeout_s=120, verify=verify
+        )
+
+    def push(self) -> dict:
+        """One publish, from weights that have just changed to engines that may sample."""
+        self.version += 1
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        started = time.perf_counter()
+        metrics = self.publisher.publish(self.tensors(), self.version)
+        metrics["total_ms"] = (time.perf_counter() - started) * 1e3
+        metrics["learner_peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        metrics["learner_allocated_mb"] = torch.cuda.memory_allocated() / 2**20
+        return metrics
+
+    def quantize_only(self) -> float:
+        """ms to quantize everything that is published, nothing sent."""
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in self.tensors():
+            pass
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) * 1e3
+
+    def join_openrlhf(self, engines: list) -> None:
+        """OpenRLHF's own transfer group: a broadcast a parameter."""
+        import socket
+
+        from openrlhf.utils.distributed_util import stateless_init_process_group
+
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        world = len(engines) + 1
+        calls = [
+            engine.init_process_group.remote(address, port, i + 1, world, "openrlhf", backend="nccl", use_ray=False)
+            for i, engine in enumerate(engines)
+        ]
+        self.group = stateless_init_process_group(address, port, 0, world, self.device)
+        ray.get(calls)
+
+    def push_openrlhf(self, engines: list) -> float:
+        """ms of OpenRLHF 0.11.2's ``broadcast_to_vllm``: one RPC, one broadcast and one wait a parameter."""
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        parameters = list(self.model.named_parameters())
+        for i, (name, parameter) in enumerate(parameters, start=1):
+            calls = [
+                engine.update_weight.remote(name, dtype=parameter.dtype, shape=parameter.shape, empty_cache=i == len(parameters))
+                for engine in engines
+            ]
+            self.group.broadcast(parameter.data, src=0, stream=torch.cuda.current_stream())
+            ray.get(calls)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) * 1e3
+
+
+ENGINE = dict(
+    dtype="bfloat16",
+    load_format="dummy",
+    skip_tokenizer_init=True,
+    max_model_len=1024,
+    max_num_seqs=64,
+    seed=0,
+    enforce_eager=False,
+    enable_prefix_caching=False,
+    kv_cache_memory_bytes=8 * 2**30,
+    compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [64]},
+)
+
+
+def start_engine(directory: str, scheme: str, *, gpus: float, tp: int = 1, **kwargs):
+    """Our engine."""
+    from qarl_openrlhf.engine.actor import QarlRolloutActor
+
+    actor = ray.remote(QarlRolloutActor).options(num_cpus=0, num_gpus=gpus, max_concurrency=64)
+    options = {**ENGINE, "tensor_parallel_size": tp, "num_gpus": gpus, **kwargs}
+    if tp > 1:
+        options["distributed_executor_backend"] = "mp"
+    return actor.remote(model=directory, qarl_scheme=scheme, qarl_device="cuda", **options)
+
+
+def start_openrlhf_engine(directory: str, *, gpus: float):
+    """OpenRLHF's engine with its own weight transfer."""
+    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+
+    options = {"worker_extension_cls": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap", "num_gpus": gpus, **ENGINE}
+    return RolloutRayActor.options(num_cpus=0, num_gpus=gpus).remote(model=directory, **options)
+
+
+def decode_ms(engine, steps: int = 128) -> float:
+    """ms a decode step of 64 sequences."""
+    from vllm import SamplingParams
+
+    def seconds(tokens: int) -> float:
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        ray.get([engine.generate.remote([100 + i] * 16, params) for i in range(64)], timeout=300)
+        return time.perf_counter() - started
+
+    seconds(4)
+    short, long = min(seconds(4) for _ in range(2)), min(seconds(4 + steps) for _ in range(2))
+    return (long - short) / steps * 1e3
+
+
+def write_config(directory: str, shape: str, layers: int | None) -> str:
+    os.makedirs(directory, exist_ok=True)
+    config_of(shape, layers).save_pretrained(directory)
+    return directory

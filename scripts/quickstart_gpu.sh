@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# scripts/quickstart.sh on one NVIDIA GPU, colocated: vLLM's own W4A16 kernels roll out, our Triton kernels train, the packed
+# weights are handed over in GPU memory (CUDA IPC). Same arguments and environment variables; 32 prompts x 8 a step.
+set -euo pipefail
+QARL_QUICKSTART_DEVICE=cuda exec bash "$(dirname "${BASH_SOURCE[0]}")/quickstart.sh" "$@"
