@@ -14,29 +14,34 @@ from qarl_openrlhf.report.tokens_html import write_tokens_page
 MAX_COLUMNS = 6  # runs that the terminal's table, a column each, has room for
 
 
+def split_name(argument: str) -> tuple[str, Path]:
+    """'NAME=DIR' -> (NAME, DIR); a path that exists is one, even with a "=" in it."""
+    name, _, path = argument.partition("=") if "=" in argument and not Path(argument).exists() else ("", "", argument)
+    return name, Path(path)
+
+
 def arms_of(arguments: list[str]) -> dict[str, list[Path]]:
     """['w4a16=runs/a', 'runs/b'] -> {'w4a16': [runs/a], 'b': [runs/b]}. Equal names are seeds of one arm; directories given
     without a name that would be called alike get their parents' names in front. A directory of runs stands for all of them."""
-    named = [text.partition("=")[::2] if "=" in text and not Path(text).exists() else ("", text) for text in arguments]
-    bare = [Path(path).resolve() for name, path in named if not name]
+    named = [split_name(text) for text in arguments]
+    bare = [path.resolve() for name, path in named if not name]
     found: dict[str, list[Path]] = {}
     for name, path in named:
-        resolved = Path(path).resolve()
-        if not name and not (resolved / "metrics.jsonl").exists():
-            for arm, directories in arms(entries_below(Path(path))).items():
+        resolved = path.resolve()
+        if not name and not (path / "metrics.jsonl").exists():
+            for arm, directories in arms(entries_below(path)).items():
                 found.setdefault(arm, []).extend(directories)
             continue
         alike = sum(other.name == resolved.name for other in set(bare)) > 1
-        found.setdefault(name or (f"{resolved.parent.name}/{resolved.name}" if alike else resolved.name), []).append(Path(path))
+        found.setdefault(name or (f"{resolved.parent.name}/{resolved.name}" if alike else resolved.name), []).append(path)
     return found
 
 
 def entries_of(arguments: list[str]) -> list[Entry]:
     """The same runs one by one, for the comparison; also those that failed before their first step."""
     found = []
-    for text in arguments:
-        name, _, path = text.partition("=") if "=" in text and not Path(text).exists() else ("", "", text)
-        here = entries_below(Path(path)) if not (Path(path) / "metrics.jsonl").exists() else [entry(Path(path))]
+    for name, path in map(split_name, arguments):
+        here = [entry(path)] if (path / "metrics.jsonl").exists() else entries_below(path)
         for each in here:
             if name:
                 each.identity = Identity(name, each.identity.scheme, each.identity.seed)
@@ -75,7 +80,7 @@ def _tokens(args) -> None:
 
 def _report(args) -> None:
     runs = arms_of(args.runs)
-    out = Path(args.out) if args.out else Path(args.runs[0].partition("=")[2] or args.runs[0]) if len(args.runs) == 1 else Path("report")
+    out = Path(args.out) if args.out else split_name(args.runs[0])[1] if len(args.runs) == 1 else Path("report")
     report = write_report(runs, out)
     entries, written = entries_of(args.runs), list(report.pictures)
     if len(entries) <= MAX_COLUMNS:

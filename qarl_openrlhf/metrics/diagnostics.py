@@ -58,6 +58,8 @@ class Diagnostics:
 
     @contextmanager
     def _timed(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what the step has queued is not ours; the first count would wait for it anyway
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started

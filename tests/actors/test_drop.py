@@ -14,12 +14,17 @@ from qarl_openrlhf.objectives import build_objective
 RANK = """
 import sys, torch, torch.distributed as dist
 from qarl_openrlhf.actors.kept import global_kept
+from qarl_openrlhf.metrics.histograms import Histograms
 from qarl_openrlhf.objectives import build_objective
 from tests.actors.test_drop import batch, pieces
 rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 mine = pieces(batch(), 4)[rank::2]
 print(float(global_kept(build_objective("tbpo", drop=True), mine, lambda b: b.current, accumulation=2)))
+histograms = Histograms(torch.device("cpu"))
+for b in mine:
+    histograms.add_update(b.current, b.action_log_probs, b.advantages, b.action_mask.bool())
+print(int(histograms.over_ranks()["ratio"].sum()))
 """
 
 
@@ -78,10 +83,10 @@ def test_two_ranks_count_together():
         sock.bind(("127.0.0.1", 0))
         port = str(sock.getsockname()[1])
     ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(r), port], stdout=subprocess.PIPE, text=True) for r in range(2)]
-    counts = [float(rank.communicate(timeout=120)[0]) for rank in ranks]
+    counts = [[float(line) for line in rank.communicate(timeout=120)[0].split()] for rank in ranks]
     whole = batch()
-    expected = float(build_objective("tbpo", drop=True).count_kept(*inputs(whole))) / 2
-    assert counts == [expected, expected]
+    kept = float(build_objective("tbpo", drop=True).count_kept(*inputs(whole))) / 2
+    assert counts == [[kept, 48.0]] * 2  # 8 responses of 6 tokens in the histogram
 
 
 def test_the_learner_counts_each_optimizer_step_before_its_first_backward(make_learner, rollout):

@@ -1,0 +1,67 @@
+"""Two arms, two steps, through the command: every file an ablation leaves, then nothing to do the second time."""
+
+import csv
+import json
+import math
+
+from qarl_openrlhf.cli import ablate_objectives
+from qarl_openrlhf.cli import report as report_cli
+from qarl_openrlhf.report import load_run
+from qarl_openrlhf.report.histograms import load_histograms
+
+from .conftest import argv
+
+
+def test_two_arms_two_steps(tiny_model, flags, tmp_path, capsys):
+    out = tmp_path / "ablation"
+    shared = flags(tiny_model("qwen2", hidden=128)) | {"objective.band_scale": 20, "objective.drop": True, "sync.probe_tol": 0.1}
+    for name in ("ckpt.output_dir", "ckpt.path"):
+        del shared[name]
+    command = ["--arms", "tbpo,grpo_tis", "--schemes", "w4a16:g32", "--seeds", "1", "--out", str(out), *argv(shared)]
+    ablate_objectives.main(command)
+    printed = capsys.readouterr()
+    assert "grpo_tis goes without --objective.band_scale 20" in printed.err
+
+    rows = {row["objective"]: row for row in csv.DictReader(open(out / "summary.csv"))}
+    assert set(rows) == {"tbpo", "grpo_tis"}
+    for arm, row in rows.items():
+        assert (row["status"], row["steps"], row["collapsed"], row["seed"]) == ("finished", "2", "no", "1")
+        directory = out / arm / "w4a16-g32" / "seed1"
+        check_run(directory, arm)
+        assert not (directory / "model").exists()
+        assert json.loads((directory / "start_policy.json").read_text())
+    assert "| tbpo | w4a16:g32 | 1 | 2 |" in (out / "summary.md").read_text()
+    for picture in ("reward_by_objective", "entropy_by_objective", "mismatch_by_objective", "kl_by_objective"):
+        assert (out / f"{picture}.png").stat().st_size > 1000
+
+    before = (out / "tbpo" / "w4a16-g32" / "seed1" / "metrics.jsonl").read_bytes()
+    ablate_objectives.main(command)
+    assert capsys.readouterr().out.count("finished before") == 2
+    assert (out / "tbpo" / "w4a16-g32" / "seed1" / "metrics.jsonl").read_bytes() == before
+
+    report_cli.main([str(out), "--out", str(tmp_path / "redrawn")])
+    assert (tmp_path / "redrawn" / "summary.csv").read_bytes() == (out / "summary.csv").read_bytes()
+    report_cli.main(["--tokens", str(out / "tbpo")])
+    assert "Step 2" in (out / "tbpo" / "w4a16-g32" / "seed1" / "tokens.html").read_text()
+
+
+def check_run(directory, arm):
+    rows = load_run(directory).rows
+    for row in rows:
+        # the start policy's own log-probs, then those of the policy that was just published: a BF16 engine's noise at least
+        assert 0 <= row["policy/kl_start"] < 1 and row["policy/kl_start_tokens"] >= 1
+        assert 0 < row["timing/diagnostics"] < 0.2 * row["timing/step_total"]
+        assert math.isfinite(row["policy/entropy_sampled"]) and 0 < row["is/ess"] <= 1
+        assert any(name.startswith("error_token/repeat_rate_") for name in row)
+    counts = load_histograms(directory)
+    assert list(counts.steps) == [1, 2]
+    tokens = sum(row["rollout/tokens"] for row in rows)
+    assert counts.total("mismatch").sum() == counts.total("ratio").sum() == counts.total("region").sum() == tokens
+    if arm == "tbpo":
+        regions = counts.total("region").sum(axis=(0, 1))
+        outside = 1 - regions[counts.bins["region"].index("inside")] / tokens
+        assert (outside > 0) == any(row["objective/in_band_frac"] < 1 for row in rows)
+    picture = directory / "ratio_histogram.png"
+    assert picture.stat().st_size > 1000
+    notes = (directory / "notes.jsonl").read_text()
+    assert ("bands are scaled by --objective.band_scale 20" in notes) == (arm == "tbpo")
