@@ -9,7 +9,6 @@ finished update, and products go through :mod:`qarl_openrlhf.kernels.dispatch`, 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
@@ -21,7 +20,9 @@ from vllm.model_executor.parameter import (
 )
 
 from qarl_openrlhf.engine.layout import ShardShapeParameter
+from qarl_openrlhf.engine.moe_method import CpuMoEMethod
 from qarl_openrlhf.kernels import dispatch, product
+from qarl_openrlhf.patches.vllm_names import RoutedExperts
 from qarl_openrlhf.quant import PackedWeight, QuantScheme
 
 METHOD = "qarl"
@@ -30,8 +31,8 @@ METHOD = "qarl"
 class QarlConfig(QuantizationConfig):
     """Quantization config ``{"quant_method": "qarl", "scheme": "w4a16:g64"}``, injected through ``hf_overrides``.
 
-    Decoder linear layers get the scheme; router gates, lm_head and embeddings stay unquantized. With scheme bf16 nothing
-    is quantized, but every weight can be replaced in place.
+    Decoder linear layers and experts get the scheme; router gates, lm_head and embeddings stay unquantized. With scheme bf16
+    nothing is quantized, but every weight can be replaced in place.
     """
 
     def __init__(self, scheme: QuantScheme):
@@ -60,7 +61,7 @@ class QarlConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str):
         if isinstance(layer, RoutedExperts):
-            raise NotImplementedError(f"{prefix}: mixture-of-experts models have no CPU engine method yet; use a dense model")
+            return CpuMoEMethod(self.scheme, layer, prefix)
         if isinstance(layer, LinearBase):
             # The learner's rule (quant.convert): decoder layers, without router gates.
             last = prefix.rsplit(".", 1)[-1]
@@ -74,6 +75,8 @@ class QarlConfig(QuantizationConfig):
 @register_weight_loader_v2_supported_method
 class PlainLinearMethod(LinearMethodBase):
     """Unquantized ``weight`` [N, K], replaceable in place."""
+
+    in_place = True  # parameters keep their checkpoint layout
 
     def create_weights(
         self,
@@ -114,6 +117,8 @@ class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
 @register_weight_loader_v2_supported_method
 class QarlLinearMethod(LinearMethodBase):
     """w4a16 and w8a8: parameters as :class:`PackedWeight` names them, forward as the learner's."""
+
+    in_place = True  # parameters keep their checkpoint layout
 
     def __init__(self, scheme: QuantScheme, prefix: str):
         self.scheme = scheme
@@ -176,11 +181,11 @@ def refresh(model: nn.Module) -> None:
     """Derive every layer's operand from its parameters: once, after an update is complete."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if isinstance(method, (PlainLinearMethod, PlainEmbeddingMethod, QarlLinearMethod)):
+        if isinstance(method, (PlainLinearMethod, PlainEmbeddingMethod, QarlLinearMethod, CpuMoEMethod)):
             method.process_weights_after_loading(module)
 
 
 def is_in_place(model: nn.Module) -> bool:
     """Whether all of the model's weights can be replaced where they lie (it runs the method "qarl")."""
-    methods = [m.quant_method for m in model.modules() if isinstance(m, LinearBase)]
-    return all(isinstance(method, (PlainLinearMethod, QarlLinearMethod)) for method in methods)
+    methods = [m.quant_method for m in model.modules() if isinstance(m, (LinearBase, RoutedExperts))]
+    return all(getattr(method, "in_place", False) for method in methods)

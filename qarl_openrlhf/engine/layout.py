@@ -165,6 +165,8 @@ def _slots_of(path: str, name: str, module: nn.Module, parameter: nn.Parameter, 
         rows = indices.num_org_elements
         part = Part(0, indices.org_vocab_start_index, rows)
         yield Slot(f"{path}.{name}", (module.org_vocab_size, *parameter.shape[1:]), parameter, 0, rows, part)
+    elif hasattr(module, "qarl_slot"):  # experts on a CPU: engine.moe_method
+        yield module.qarl_slot(path, name)
     else:
         yield Slot(f"{path}.{name}", tuple(parameter.shape), parameter, 0, parameter.shape[0], Part())
 

@@ -1,4 +1,4 @@
-"""vLLM 0.29 on a CPU: sampling a token without a random number for every word of the vocabulary.
+"""vLLM 0.29 on a CPU: sampling without a random number for every word of the vocabulary, and routing to experts.
 
 Applied by the vLLM plugin (``qarl_openrlhf.engine.plugin``), hence in every process of vLLM and in no other.
 """
@@ -6,6 +6,7 @@ Applied by the vLLM plugin (``qarl_openrlhf.engine.plugin``), hence in every pro
 import torch
 from torch import Tensor
 
+from qarl_openrlhf.kernels import moe
 from qarl_openrlhf.patches.versions import PatchError, require_version
 
 BLOCK = 256
@@ -21,6 +22,24 @@ def apply() -> None:
     except PatchError:
         require_version("vllm", ">=0.29,<0.30")  # the project's own CPU builds
     _one_random_number_a_token()
+    _experts_of_a_token()
+
+
+def _experts_of_a_token() -> None:
+    """fused_topk_router.py calls ``torch.ops._moe_C.topk_softmax``, which the CPU build does not have.
+
+    vLLM's own CPU experts therefore route inside the layer, out of reach of its routed-experts capture, which
+    ``mismatch/router_topk_agreement`` reads.
+    """
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+
+    fused_topk_router.vllm_topk_softmax = topk_softmax
+
+
+def topk_softmax(topk_weights: Tensor, topk_indices: Tensor, _token_indices: Tensor, logits: Tensor, renormalize: bool = False):
+    """In vLLM's signature: fills weights float32 [T, k] and ids [T, k]; the learner's :func:`moe.route`."""
+    weights, ids = moe.route(logits, topk_weights.shape[1], renormalize)
+    return topk_weights.copy_(weights), topk_indices.copy_(ids)
 
 
 def _one_random_number_a_token() -> None:

@@ -63,14 +63,26 @@ def test_a_layer_that_does_not_fit_is_named_when_the_engine_is_built():
         method.create_weights(layer, 192, [128], 192, 128, None, weight_loader=None)
 
 
-def test_mixture_of_experts_is_refused_by_layer_name():
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
+def test_experts_of_another_form_are_refused_by_layer_name():
+    from types import SimpleNamespace
 
-    from qarl_openrlhf.engine.cpu_method import QarlConfig
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    experts = RoutedExperts.__new__(RoutedExperts)
-    with pytest.raises(NotImplementedError, match="model.layers.3.mlp.experts"):
-        QarlConfig(QuantScheme.parse("w4a16")).get_quant_method(experts, "model.layers.3.mlp.experts")
+    from qarl_openrlhf.engine.moe_method import CpuMoEMethod
+
+    layer = SimpleNamespace(
+        moe_config=SimpleNamespace(has_bias=False),
+        scoring_func="sigmoid",
+        use_grouped_topk=True,
+        custom_routing_function=None,
+        e_score_correction_bias=None,
+        routed_scaling_factor=1.0,
+        apply_router_weight_on_input=False,
+        activation=MoEActivation.SILU,
+        use_ep=False,
+    )
+    with pytest.raises(QuantError, match="model.layers.3.mlp.experts: .* with scoring function sigmoid, grouped top-k routing have"):
+        CpuMoEMethod(QuantScheme.parse("w4a16"), layer, "model.layers.3.mlp.experts")
 
 
 def test_states():
