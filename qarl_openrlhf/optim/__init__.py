@@ -1,0 +1,1 @@
+"""Optimizers that DeepSpeed has not, or not right, behind its interface."""
