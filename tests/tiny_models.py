@@ -12,10 +12,13 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCABULARY = 512
 FAMILIES = ("llama", "qwen2", "qwen3")
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -52,6 +55,7 @@ def make_model(family: str, *, hidden: int = 64, layers: int = 2, tied: bool = F
         "llama": (LlamaConfig(**common), LlamaForCausalLM),
         "qwen2": (Qwen2Config(**common), Qwen2ForCausalLM),
         "qwen3": (Qwen3Config(**common, head_dim=hidden // 4), Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig(**common, head_dim=hidden // 4, **MOE), Qwen3MoeForCausalLM),
     }[family]
     torch.manual_seed(seed)
     model = model_class(config)
