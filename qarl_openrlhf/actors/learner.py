@@ -103,7 +103,8 @@ class QarlActorTrainer(ActorPPOTrainer):
                     self._count_kept(steps[step], before_any_update=epoch == step == 0, accumulation=window)
                 status = self.training_step(batch, kl_ctl, step, loss_info)
                 update = sum(ends[:step])
-                self.diagnostics.updated(batch, self.actor_loss_fn.log_probs, self.actor_loss_fn.tokens, update)
+                seen = self.actor_loss_fn
+                self.diagnostics.updated(batch, seen.log_probs, seen.tokens, update + epoch * sum(ends))
                 self._collect(sums, status, epoch_update=update if epoch == 0 else None)
         train_s = time.perf_counter() - started
 
