@@ -4,14 +4,14 @@
 #   bash scripts/quickstart.sh
 #   bash scripts/quickstart.sh --quant.scheme w4a16:g64:rollout
 #   bash scripts/quickstart.sh --quant.scheme bf16
-# env: QARL_QUICKSTART_STEPS=15  QARL_QUICKSTART_SEED=0  QARL_QUICKSTART_LR=3e-6  QARL_QUICKSTART_DIR=runs/quickstart
+# env: QARL_QUICKSTART_STEPS=15  QARL_QUICKSTART_SEED=0  QARL_QUICKSTART_LR=5e-6  QARL_QUICKSTART_DIR=runs/quickstart
 # scripts/quickstart_gpu.sh is the same job on one GPU.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 steps=${QARL_QUICKSTART_STEPS:-15}
 seed=${QARL_QUICKSTART_SEED:-0}
-lr=${QARL_QUICKSTART_LR:-3e-6}
+lr=${QARL_QUICKSTART_LR:-5e-6}
 out=${QARL_QUICKSTART_DIR:-$root/runs/quickstart}
 device=${QARL_QUICKSTART_DEVICE:-cpu}
 inputs=$root/runs/inputs

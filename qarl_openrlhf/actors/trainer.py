@@ -5,8 +5,10 @@ import time
 import ray
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 
 from qarl_openrlhf.actors.model_workers import plain_class
+from qarl_openrlhf.engine.shared_tokenizer import SharedTokenizer
 from qarl_openrlhf.metrics.band_length import band_scale_line
 from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.metrics.writer import MetricsWriter
@@ -29,8 +31,24 @@ class QarlExperienceMaker(RemoteExperienceMaker):
         return self.initial_model_group is not None and not self.args.algo.kl.use_loss
 
 
-# Both trainers look their helper up in the module of the base class.
+class QarlSamplesGenerator(SamplesGenerator):
+    """Sends prompts without the tokenizer, see :class:`SharedTokenizer`."""
+
+    shared: SharedTokenizer | None = None
+
+    def _dispatch_prompts_to_vllm(self, *args, **kwargs) -> list:
+        if self.shared is None:
+            self.shared = SharedTokenizer(self.tokenizer)
+        tokenizer, self.tokenizer = self.tokenizer, self.shared
+        try:
+            return super()._dispatch_prompts_to_vllm(*args, **kwargs)
+        finally:
+            self.tokenizer = tokenizer
+
+
+# The trainers look their helpers up in the module of the base class.
 ppo_trainer.RemoteExperienceMaker = QarlExperienceMaker
+ppo_trainer.SamplesGenerator = ppo_trainer_async.SamplesGenerator = QarlSamplesGenerator
 
 
 class ReportingTrainer:

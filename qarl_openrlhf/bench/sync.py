@@ -182,6 +182,7 @@ ENGINE = dict(
     seed=0,
     enforce_eager=False,
     enable_prefix_caching=False,
+    gpu_memory_utilization=0.3,  # only what must be free at start: the next line is what is taken
     kv_cache_memory_bytes=8 * 2**30,
     compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [64]},
 )

@@ -59,24 +59,22 @@ class Bucket:
     def names(self) -> list[str]:
         return [entry.name for entry in self.entries]
 
-    def unpack(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views into ``flat`` by checkpoint name, each proven to be what the sender packed, and finite.
-
-        ManifestError naming the first tensor whose checksum differs or that has NaN or infinite values. Nothing is applied
-        by this function.
-        """
+    def verify(self, flat: Tensor) -> None:
+        """ManifestError naming the first tensor whose checksum differs from the sender's, or that is not finite."""
         sums, bad = digests(flat, [entry.piece for entry in self.entries])
-        tensors = {}
         for entry, got, wrong in zip(self.entries, sums, bad, strict=True):
             if entry.checksum is not None and got != entry.checksum:
                 raise ManifestError(
                     f"tensor {entry.name} arrived with checksum {got:016x}, sent with {entry.checksum:016x} "
                     f"(bucket {self.index} of version {self.version})"
                 )
-            tensors[entry.name] = tensor = entry.view(flat)
             if wrong:
-                raise ManifestError(f"tensor {entry.name} has {wrong} NaN or infinite values out of {tensor.numel()}")
-        return tensors
+                of = entry.view(flat).numel()
+                raise ManifestError(f"tensor {entry.name} has {wrong} NaN or infinite values out of {of}")
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views into ``flat`` by checkpoint name."""
+        return {entry.name: entry.view(flat) for entry in self.entries}
 
 
 def pack_buckets(

@@ -94,6 +94,7 @@ class Publisher:
         if self.sender is None:
             self._connect()
         connected = time.perf_counter()
+        self.sender.begin()
         self._ask("begin_update", version)
         names: list[str] = []
         total = buckets = 0

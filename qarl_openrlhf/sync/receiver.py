@@ -131,6 +131,7 @@ class QarlWeightTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
                 "verify readback compares the bytes in the engine's parameters with those sent, but this engine's kernels keep "
                 "them in another layout; use --sync.verify checksum (the log-prob probe checks the layout)"
             )
+        self.group.begin()
         self.target.begin()
 
     def _receive(self, bucket: Bucket, ticket) -> None:
@@ -150,10 +151,11 @@ class QarlWeightTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
 
     def _apply(self, bucket: Bucket, flat: Tensor) -> None:
         started = time.perf_counter()
-        tensors = bucket.unpack(flat)
+        bucket.verify(flat)
+        verified = time.perf_counter()
+        tensors = bucket.views(flat)
         for name, tensor in tensors.items():
             self._check(name, tensor)
-        verified = time.perf_counter()
         self.target.load(tensors)
         self._remember(bucket, tensors)
         self._synchronize()
@@ -173,8 +175,7 @@ class QarlWeightTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
             raise ManifestError(f"tensor {name} is not one of the {len(self.target.slots)} tensors this engine's model has")
         if name in self.received:
             raise ManifestError(f"tensor {name} arrived twice in one update")
-        widened = tensor.is_floating_point() and torch.promote_types(tensor.dtype, slot.dtype) == slot.dtype
-        if tuple(tensor.shape) != slot.shape or not (tensor.dtype == slot.dtype or widened):
+        if tensor.shape != slot.shape or not (tensor.dtype == slot.dtype or _widens(tensor.dtype, slot.dtype)):
             raise ManifestError(
                 f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, the engine's model has {slot.dtype} {list(slot.shape)}"
             )
@@ -208,3 +209,8 @@ class QarlWeightTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
         for name, slot in self.target.slots.items():
             if checksum(slot.read()) != self.received[name]:
                 raise ManifestError(f"tensor {name} reads back differently from the engine's parameters than it was sent")
+
+
+def _widens(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Scales travel with BF16 values in the model's dtype; some of vLLM's layers keep them in float32."""
+    return given.is_floating_point and wanted.is_floating_point and torch.promote_types(given, wanted) == wanted

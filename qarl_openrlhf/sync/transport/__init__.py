@@ -2,8 +2,8 @@
 
 A transport is a pair of classes, one for each end:
 
-    Sender    learner rank 0   connect() -> Future;  buffer(nbytes);  send(flat) -> Sending;  close()
-    Receiver  each engine rank receive(nbytes, ticket) -> uint8 [nbytes];  close()
+    Sender    learner rank 0   connect() -> Future;  begin();  buffer(nbytes);  send(flat) -> Sending;  close()
+    Receiver  each engine rank begin();  receive(nbytes, ticket) -> uint8 [nbytes];  close()
 
 Each group is made from a store that the learner opens on a free port, and is thrown away after a failure: the next publish
 makes a new one on a new port. The processes' default groups belong to DeepSpeed and vLLM, and are not touched.
@@ -68,7 +68,11 @@ class Staging:
     def __init__(self, device: torch.device):
         self.device = device
         self.buffers: list[Tensor | None] = [None, None]
-        self.turn = 0
+        self.turn = 1
+
+    def begin(self) -> None:
+        """Start an update: the same bucket then lands in the same buffer every time, and neither grows any more."""
+        self.turn = 1
 
     def next(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] of the buffer that was not used last; its old contents are lost."""

@@ -43,6 +43,9 @@ class Receiver:
     def __init__(self, info: GroupInfo, rank: int, device: torch.device, address: str | None = None):
         self.group = _group(info, rank, address)
 
+    def begin(self) -> None:
+        pass
+
     def receive(self, nbytes: int, ticket=None) -> Tensor:
         """The next bucket, uint8 [nbytes]; RuntimeError if a peer is gone or the group times out."""
         flat = torch.empty(nbytes, dtype=torch.uint8)
@@ -76,6 +79,9 @@ class Sender:
 
         threading.Thread(target=form, name="qarl-gloo-connect", daemon=True).start()
         return joined
+
+    def begin(self) -> None:
+        pass
 
     def buffer(self, nbytes: int) -> Tensor:
         """Zeroed memory for one bucket; it must stay alive until its send is completed."""

@@ -26,6 +26,9 @@ class Receiver:
         self.gpu = str(torch.cuda.get_device_properties(device).uuid)
         self.mapped: dict[tuple, Tensor] = {}
 
+    def begin(self) -> None:
+        pass
+
     def receive(self, nbytes: int, ticket: dict) -> Tensor:
         """The bucket, uint8 [nbytes]: a view of the learner's memory, or a copy of it where that is another GPU's."""
         key = ticket["key"]
@@ -60,6 +63,9 @@ class Sender:
         joined: Future = Future()
         joined.set_result(None)
         return joined
+
+    def begin(self) -> None:
+        self.staging.begin()
 
     def buffer(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] on the GPU; valid until the next but one is asked for."""

@@ -120,6 +120,9 @@ class Receiver:
         self.staging = Staging(device)
         self.timeout_s = info.timeout_s
 
+    def begin(self) -> None:
+        self.staging.begin()
+
     def start(self, nbytes: int) -> tuple[Tensor, torch.cuda.Event]:
         """Start to receive the next bucket; its bytes are there once :meth:`finish` has returned."""
         flat = self.staging.next(nbytes)
@@ -174,6 +177,9 @@ class Sender:
 
         threading.Thread(target=form, name="qarl-nccl-connect", daemon=True).start()
         return joined
+
+    def begin(self) -> None:
+        self.staging.begin()
 
     def buffer(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] on the GPU; valid until the next but one is asked for."""
