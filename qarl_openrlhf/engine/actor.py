@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 
 from qarl_openrlhf.engine import plugin  # noqa: E402
 from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
+from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
 from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # noqa: E402
 from qarl_openrlhf.quant import QuantScheme  # noqa: E402
 from qarl_openrlhf.runtime import cuda_device_count, resolve_device  # noqa: E402
@@ -57,6 +58,7 @@ class QarlRolloutActor(_RolloutActor):
         self.session = 0  # of the transport group, i.e. of the updates a failure may still speak for
         self.cleaning = asyncio.Lock()
         self.stop = list(qarl_stop or [])
+        self.tokenizers: dict = {}
         self.allow_truncated_sampling = qarl_allow_truncated_sampling
         self.ranks = kwargs.get("tensor_parallel_size", 1)
         self.on_cpu = resolve_device(qarl_device) == "cpu"
@@ -102,6 +104,7 @@ class QarlRolloutActor(_RolloutActor):
     ):
         """``num_samples`` responses of the executor to one prompt; each is stamped with the oldest ``weight_version`` used."""
         await self.weights.wait_ready(self.name, self.timeout_s)
+        hf_tokenizer = await fetch(hf_tokenizer, self.tokenizers)
         # The executor looks at these before it calls generate().
         sampling_params = self._prepared(sampling_params)
 
