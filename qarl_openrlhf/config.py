@@ -40,11 +40,10 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
             setattr(flat, name, value)
             notes.append(f"--{name} {value}: {why}")
 
-    if importlib.util.find_spec("flash_attn") is None:
+    if not _has_flash_attn():
         set_default("ds.attn_implementation", "sdpa", "flash-attn is not installed")
-        for flag in ("ds.packing_samples", "train.dynamic_batch_enable"):
-            if getattr(flat, flag):
-                raise ConfigError(f"--{flag} needs flash-attn, which is not installed; drop the flag or install flash-attn")
+        if getattr(flat, "ds.ring_attn_size") > 1:
+            raise ConfigError("--ds.ring_attn_size > 1 needs flash-attn, which is not installed; use 1, or install flash-attn")
     if device == "cpu":
         set_default("vllm.enforce_eager", True, "CUDA graphs need CUDA")
         if getattr(flat, "vllm.enable_sleep"):
@@ -55,6 +54,10 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
     if getattr(flat, "metrics.dir") is None:
         setattr(flat, "metrics.dir", getattr(flat, "ckpt.output_dir"))
     return notes
+
+
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
 
 
 def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
@@ -74,15 +77,17 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
             f"--rollout.top_p {args.rollout.top_p} samples from a truncated distribution that the learner does not compute; "
             "use 1.0, or accept the mismatch with --rollout.allow_truncated_sampling"
         )
+    if args.ds.packing_samples and not _has_flash_attn():
+        args.ds.attn_implementation = "qarl_varlen"  # actors.varlen_attention
     if args.sync.probe_every < 1:
         raise ConfigError("--sync.probe_every must be at least 1")
-    args.sync.transport = _transport(args, device)
+    args.sync.transport = choose_transport(args, device)
     _check_muon(args, typed)
     if args.quant.cache == "auto":
         args.quant.cache = default_cache(args.ds.zero_stage, device)
 
 
-def _transport(args, device: str) -> str:
+def choose_transport(args, device: str) -> str:
     """gloo on a CPU; ipc where learner and engines share GPUs; nccl where engines have GPUs of their own."""
     shared = args.train.colocate_all and not args.train.async_enable
     fitting = "gloo" if device == "cpu" else "ipc" if shared else "nccl"

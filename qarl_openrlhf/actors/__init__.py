@@ -6,3 +6,7 @@ Importing this package applies the patches, so that every Ray worker that unpick
 from qarl_openrlhf import patches
 
 patches.apply()
+
+from qarl_openrlhf.actors import varlen_attention  # noqa: E402
+
+varlen_attention.register()

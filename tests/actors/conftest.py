@@ -59,7 +59,8 @@ def make_learner(one_rank, tmp_path_factory):
         strategy.setup_distributed()
         actor = Actor(
             models[key],
-            attn_implementation="sdpa",
+            attn_implementation=args.ds.attn_implementation,
+            packing_samples=args.ds.packing_samples,
             ds_config=strategy.get_ds_train_config(),
             temperature=args.rollout.temperature,
         )

@@ -39,6 +39,29 @@ def test_log_ratio_is_exactly_zero_before_the_first_update(make_learner, rollout
     assert metrics["policy/updates"] == 2
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_log_ratio_is_exactly_zero_in_packed_batches(make_learner, rollout, dynamic):
+    """Packed without flash-attn: log r = 0 before the first update, and the padded run's log-probs."""
+    experiences = rollout()
+    padded = make_learner("qwen2")
+    fill(padded, experiences)
+    batch = padded._fixed_micro_batches()[0]
+    flags = {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 64, "rollout__max_tokens_per_gpu": 64} if dynamic else {}
+    learner = make_learner("qwen2", ds__packing_samples=True, **flags)
+    with torch.no_grad():
+        mine, theirs = (
+            one.actor(batch.sequences, batch.action_mask, attention_mask=batch.attention_mask) for one in (padded, learner)
+        )
+    assert (mine - theirs).abs().max() < 0.05  # BF16, another order of additions
+    fill(learner, rollout())
+    learner.actor_loss_fn = recording = RecordingLoss(learner.actor_loss_fn.objective)
+    metrics = learner.ppo_train(0.0)
+    first = recording.largest_log_ratio[: len(recording.largest_log_ratio) // 2]
+    assert set(first) == {0.0}
+    assert max(recording.largest_log_ratio) > 0
+    assert metrics["policy/updates"] == 2
+
+
 def test_no_objective_clips_on_the_first_mini_batch(make_learner, rollout):
     learner = make_learner("llama", train__batch_size=16)  # one optimizer step a rollout
     for updates, name in enumerate(list_objectives(), start=1):

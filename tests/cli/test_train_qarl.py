@@ -77,7 +77,8 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--objective.name", "tbpo", "--objective.is_cap", "-1"], "is_cap"),
         (["--objective.band_scale", "2"], "without --objective.name"),
         (["--rollout.top_p", "0.9"], "allow_truncated_sampling"),
-        (["--ds.packing_samples"], "flash-attn"),
+        (["--ds.ring_attn_size", "2"], "flash-attn"),
+        (["--sync.transport", "nccl"], "does not work on a CPU: use gloo"),
         (["--vllm.num_engines", "0"], "--vllm.num_engines is missing: at least 1"),
         (["--reward.remote_url", ""], "no reward"),
         (["--data.prompt_dataset", ""], "--data.prompt_dataset is missing"),
@@ -90,6 +91,12 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
 )  # fmt: skip
 def test_wrong_combinations_are_refused_before_anything_starts(base, extra, message, capsys):
     assert message in refusal([*base, *extra], capsys)
+
+
+def test_packing_without_flash_attn_takes_our_attention(base):
+    for flag in ("--ds.packing_samples", "--train.dynamic_batch_enable"):
+        args, _, _ = train_qarl.resolve([*base, flag])
+        assert args.ds.packing_samples and args.ds.attn_implementation == "qarl_varlen"
 
 
 def test_layers_that_do_not_fit_the_scheme_are_named(tmp_path, base, capsys):
@@ -149,8 +156,15 @@ def test_module_runs_as_a_program():
     assert done.returncode == 2 and "nonsense" in done.stderr
 
 
-def test_a_gpu_run_is_refused_before_anything_starts(base):
-    host = HostCommandLine()
-    train_qarl.add_flags(host.parser)
-    with pytest.raises(config.ConfigError, match="--device cpu"):
-        config.prepare(host.parser.parse_args(base), "cuda", set())
+@pytest.mark.parametrize("extra, transport", [([], "nccl"), (["--train.colocate_all"], "ipc")])
+def test_on_gpus_the_transport_follows_the_placement(base, extra, transport):
+    args, _, _ = train_qarl.resolve([*base, *extra])
+    assert args.sync.transport == "gloo"
+    args.sync.transport = "auto"
+    assert config.choose_transport(args, "cuda") == transport
+    args.sync.transport = "ipc" if transport == "nccl" else "nccl"
+    with pytest.raises(config.ConfigError, match=f"use {transport}"):
+        config.choose_transport(args, "cuda")
+    args.sync.transport, args.sync.verify = "auto", "readback"
+    with pytest.raises(config.ConfigError, match="use checksum"):
+        config.choose_transport(args, "cuda")

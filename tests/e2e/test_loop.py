@@ -22,7 +22,9 @@ RUNS = {
         family="qwen2", scheme="w8a8", objective="grpo_tis", zero=2, colocated=True, kl=True
     ),
     "qwen3-w4a16-tbpo-zero3-colocated": dict(family="qwen3", scheme="w4a16:g32", objective="tbpo", zero=3, colocated=True, tied=True),
-    "llama-w8a8-rollout-tbpo-zero2-apart": dict(family="llama", scheme="w8a8:rollout", objective="tbpo", zero=2),
+    "llama-w8a8-rollout-tbpo-zero2-apart": dict(  # packed, without flash-attn
+        family="llama", scheme="w8a8:rollout", objective="tbpo", zero=2, packed=True
+    ),
     "qwen2-w4a16-rollout-grpo-zero3-colocated": dict(
         family="qwen2", scheme="w4a16:g32:rollout", objective="grpo_tis", zero=3, colocated=True
     ),
@@ -51,6 +53,7 @@ def test_two_steps(name, tiny_model, flags, tmp_path):
     wanted = flags(model, name) | {
         "quant.scheme": run["scheme"],
         "ds.zero_stage": run["zero"],
+        "ds.packing_samples": run.get("packed", False),
         "train.colocate_all": run.get("colocated", False),
         "actor.gradient_checkpointing_enable": run["zero"] == 3,
         "sync.verify": "readback",
