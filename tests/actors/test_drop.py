@@ -89,9 +89,11 @@ def test_two_ranks_count_together():
     assert counts == [[kept, 48.0]] * 2  # 8 responses of 6 tokens in the histogram
 
 
-def test_the_learner_counts_each_optimizer_step_before_its_first_backward(make_learner, rollout):
-    """Two micro-batches an update, three updates: the count that each micro-batch's loss used is that of its whole update."""
-    learner = make_learner("llama", objective__drop=True, objective__band_scale=20.0)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_learner_counts_each_optimizer_step_before_its_first_backward(make_learner, rollout, dynamic):
+    """Three updates of several micro-batches: the count that each micro-batch's loss used is that of its whole update."""
+    flags = {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 64, "rollout__max_tokens_per_gpu": 64} if dynamic else {}
+    learner = make_learner("llama", objective__drop=True, objective__band_scale=20.0, rollout__batch_size=6, **flags)
     seen = []
 
     class Recording(ObjectiveLoss):
@@ -105,8 +107,11 @@ def test_the_learner_counts_each_optimizer_step_before_its_first_backward(make_l
     for item in rollout(count=24):
         learner.replay_buffer.append(item)
     learner.ppo_train(0.0)
-    updates = [seen[i : i + 2] for i in range(0, 6, 2)]
-    for pair in updates:
-        assert pair[0][1] == pair[1][1] == (pair[0][0] + pair[1][0]) / 2
-    assert updates[0][0][1] == 4.0  # r = 1: all eight responses are kept, over two accumulation steps
-    assert updates[2][0][1] < 4.0, "the case drops nothing"
+    ends = learner.replay_buffer.dynamic_optimizer_step if dynamic else [0, 1] * 3
+    accumulation = 1 if dynamic else 2  # DeepSpeed does not divide dynamic batches
+    updates = [pairs for _, pairs in optimizer_steps(seen, ends)]
+    assert len(updates) == 3 and all(len(pairs) > 1 for pairs in updates)
+    for pairs in updates:
+        assert {used for _, used in pairs} == {sum(kept for kept, _ in pairs) / accumulation}
+    assert updates[0][0][1] == 8 / accumulation  # r = 1: all eight responses are kept
+    assert updates[2][0][1] < 8 / accumulation, "the case drops nothing"
