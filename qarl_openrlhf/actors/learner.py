@@ -18,6 +18,7 @@ from qarl_openrlhf.actors.loss import ObjectiveLoss, ObservedLoss
 from qarl_openrlhf.metrics.accumulate import Sums
 from qarl_openrlhf.metrics.changed_codes import ChangedCodes
 from qarl_openrlhf.metrics.diagnostics import Diagnostics
+from qarl_openrlhf.metrics.kernels import KernelReport
 from qarl_openrlhf.metrics.start_policy import MAX_RESPONSES, SHARE, StartPolicy
 from qarl_openrlhf.objectives import band_warning, build_objective, metrics_from_sums
 from qarl_openrlhf.quant.convert import published_tensors
@@ -49,6 +50,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         self.gather_seconds = 0.0
         self.publish_metrics: dict = {}
         self.changed_codes = ChangedCodes()
+        self.kernel_report = KernelReport(self.args.quant.kernel)
         self.publisher = self.probe = None
         if self.vllm_engines:
             sync = self.args.sync
@@ -113,6 +115,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         metrics["timing/old_logprobs"] = old_log_probs_s
         metrics["timing/train"] = train_s
         metrics["policy/updates"] = float(self.actor.model.global_steps)
+        metrics |= self.kernel_report.metrics()
         return metrics if self.strategy.is_rank_0() else {}
 
     def _fixed_micro_batches(self) -> list[Experience]:

@@ -87,6 +87,8 @@ class ReportingTrainer:
         if generation:
             logs["rollout/tok_per_s"] = logs["rollout/tokens"] / generation
         sample = logs.pop("generated_samples", None)
+        if choices := logs.pop("kernels/choices", None):
+            self.metrics_writer.note(f"kernels chosen by --quant.kernel auto:\n{choices}")
         warning = logs.pop("objective/warning", None)
         if warning:
             self.metrics_writer.note(f"step {global_step}: {warning}")

@@ -74,6 +74,20 @@ def test_no_objective_clips_on_the_first_mini_batch(make_learner, rollout):
         assert metrics["objective/in_band_frac"] == 1.0 and metrics["objective/ppo_kl"] == 0.0, name
 
 
+def test_kernel_calls_are_counted_and_the_choices_told_once(monkeypatch):
+    from qarl_openrlhf.kernels import dispatch
+    from qarl_openrlhf.metrics.kernels import KernelReport
+
+    calls = {"quantize_int4": 14}
+    monkeypatch.setattr(dispatch, "kernel_calls", lambda: dict(calls))
+    monkeypatch.setattr(dispatch, "kernel_choices", lambda: "w4a16 M 64: library")
+    report = KernelReport("auto")
+    assert report.metrics() == {"kernels/quantize_int4_calls": 14.0, "kernels/choices": "w4a16 M 64: library"}
+    calls["quantize_int4"] = 42
+    assert report.metrics() == {"kernels/quantize_int4_calls": 28.0}
+    assert "kernels/choices" not in KernelReport("triton").metrics()
+
+
 @pytest.mark.parametrize("cache", ["packed", "dequant", "none"])
 def test_weights_are_quantized_once_an_optimizer_step(make_learner, rollout, cache):
     learner = make_learner("llama", quant__cache=cache)
