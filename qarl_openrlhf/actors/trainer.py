@@ -62,6 +62,11 @@ class ReportingTrainer:
         self.sync_metrics: dict = {}
         self.started = False
 
+    def note_engine_kernels(self) -> None:
+        """Say once which kernels the engines run, where vLLM chose them."""
+        if kernels := ray.get(self.vllm_engines[0].kernels.remote()):
+            self.metrics_writer.note("engine kernels: " + "; ".join(f"{kind} {name}" for kind, name in kernels.items()))
+
     def broadcast_to_vllm(self) -> None:
         super().broadcast_to_vllm()  # OpenRLHF drops what the actors return
         self.sync_metrics = ray.get(self.actor_model_group.async_run_method(method_name="publish_metrics"))[0]
@@ -103,6 +108,7 @@ class QarlPPOTrainer(ReportingTrainer, plain_class(ppo_trainer.PPOTrainer)):
     """OpenRLHF's synchronous trainer; engines start with dummy weights, so the first publish precedes the first rollout."""
 
     def fit(self, global_step: int = 0) -> None:
+        self.note_engine_kernels()
         self.broadcast_to_vllm()
         super().fit(global_step)
 

@@ -255,6 +255,10 @@ class QarlRolloutActor(_RolloutActor):
                 raise TimeoutError(f"no answer from the engine's workers for {self.timeout_s:g} s")
         return task.result()
 
+    async def kernels(self) -> dict[str, str]:
+        """Layer type -> the kernel that vLLM chose for it; empty on a CPU."""
+        return (await self.llm.collective_rpc("qarl_kernels"))[0]
+
     async def memory(self) -> dict:
         """Bytes of GPU memory held by torch, the largest of all ranks: {allocated, peak}."""
         ranks = await self.llm.collective_rpc("qarl_memory")

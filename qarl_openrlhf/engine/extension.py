@@ -26,6 +26,10 @@ class QarlWorkerExtension:
         self.weight_transfer_engine.abort()
         self._weight_update_active = False
 
+    def qarl_kernels(self) -> dict[str, str]:
+        """Layer type -> vLLM's kernel, of layers in a kernel's layout (none on a CPU)."""
+        return gpu_layers.kernel_names(self.model_runner.get_model())
+
     def qarl_memory(self) -> dict:
         """Bytes of this rank's GPU memory held by torch: {allocated, peak}; zeros on a CPU."""
         if not torch.cuda.is_available():

