@@ -43,6 +43,7 @@ class _EngineFactory:
             qarl_scheme=self.args.quant.scheme,
             qarl_device=self.args.device,
             qarl_stop=self.args.rollout.stop,
+            qarl_reward_timeout_s=self.args.reward.timeout_s,
             qarl_allow_truncated_sampling=self.args.rollout.allow_truncated_sampling,
             **kwargs,
         )

@@ -46,6 +46,9 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None)
     group.add_argument(
         "--sync.transport", default="auto", choices=["auto", "gloo", "nccl", "ipc"], help="how packed tensors reach the engines: gloo on a CPU, ipc on a shared GPU, nccl between GPUs"
     )
+    group.add_argument(
+        "--reward.timeout_s", type=float, default=300, help="a reward function or server that takes longer ends the run with an error"
+    )
     group.add_argument("--sync.bucket_mb", type=float, default=256, help="size of one flat buffer of the push, MiB")
     group.add_argument("--sync.timeout_s", type=float, default=300, help="a push that takes longer fails, naming the engine")
     group.add_argument(

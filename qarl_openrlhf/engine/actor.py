@@ -22,6 +22,7 @@ from qarl_openrlhf.engine import plugin  # noqa: E402
 from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
 from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
 from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # noqa: E402
+from qarl_openrlhf.engine.strict_rewards import StrictSingleTurnExecutor  # noqa: E402
 from qarl_openrlhf.quant import QuantScheme  # noqa: E402
 from qarl_openrlhf.runtime import cuda_device_count, resolve_device  # noqa: E402
 from qarl_openrlhf.sync.errors import SyncError  # noqa: E402
@@ -39,6 +40,7 @@ class QarlRolloutActor(_RolloutActor):
         qarl_scheme: scheme string, e.g. "w4a16:g64"; a ":rollout" suffix means nothing to an engine.
         qarl_device: "cpu", "cuda" or "auto".
         qarl_stop: stop strings added to every request; the matched string stays part of the response.
+        qarl_reward_timeout_s: longest time one reward of a function or server may take.
         qarl_allow_truncated_sampling: accept top_p < 1 and top_k > 0, whose distribution the learner does not compute.
     """
 
@@ -49,6 +51,7 @@ class QarlRolloutActor(_RolloutActor):
         qarl_device: str = "auto",
         qarl_stop: list[str] | None = None,
         qarl_allow_truncated_sampling: bool = False,
+        qarl_reward_timeout_s: float = 300.0,
         **kwargs,
     ):
         plugin.register()
@@ -69,6 +72,7 @@ class QarlRolloutActor(_RolloutActor):
             tensor_parallel_size=self.ranks,
         )
         await super().__init__(*args, **{"num_gpus": 0, **kwargs, **overrides})
+        StrictSingleTurnExecutor.convert(self.executor, qarl_reward_timeout_s)
 
     def _configure_device_env(self, backend, bundle_indices, num_gpus):
         if self.on_cpu:  # no device to choose, though Ray may count logical GPUs

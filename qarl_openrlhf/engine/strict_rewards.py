@@ -1,0 +1,68 @@
+"""A reward that fails ends the run, with an error that says why.
+
+OpenRLHF's single-turn executor logs whatever goes wrong in a reward function and goes on with a reward of None, which surfaces
+later, somewhere else. Here a reward function that raises, hangs, or returns NaN or nothing is named at once.
+"""
+
+import asyncio
+import math
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+_failure: ContextVar[list | None] = ContextVar("qarl_reward_failure", default=None)
+
+
+class RewardError(RuntimeError):
+    """A reward function or server that gave no usable reward. Names it, the prompt and what it did."""
+
+
+class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
+    """``SingleTurnAgentExecutor`` with a time limit on each reward (``timeout_s``), whose failures are errors."""
+
+    timeout_s = 300.0
+
+    @classmethod
+    def convert(cls, executor: Any, timeout_s: float) -> None:
+        """Make an executor of OpenRLHF strict, in place; a user's own agent is left alone."""
+        if type(executor) is SingleTurnAgentExecutor:
+            executor.__class__ = cls
+            executor.timeout_s = timeout_s
+
+    async def execute(self, prompt, label, *args, **kwargs):
+        failures: list = []
+        _failure.set(failures)
+        output = await super().execute(prompt, label, *args, **kwargs)
+        if self.reward_endpoints:
+            if failures:
+                raise RewardError(self._message(prompt, failures[0])) from failures[0]
+            self._check(prompt, output["reward"], "rewards")
+            self._check(prompt, output["scores"], "scores")
+        return output
+
+    async def _fetch_rewards_via_func(self, *args):
+        return await self._noted(super()._fetch_rewards_via_func(*args))
+
+    async def _fetch_rewards_via_http(self, *args):
+        return await self._noted(super()._fetch_rewards_via_http(*args))
+
+    async def _noted(self, call):
+        try:
+            return await asyncio.wait_for(call, self.timeout_s)
+        except TimeoutError:
+            error = TimeoutError(f"no answer within {self.timeout_s:g} s (--reward.timeout_s)")
+            _failure.get().append(error)
+            raise error from None
+        except Exception as error:
+            _failure.get().append(error)
+            raise
+
+    def _check(self, prompt: str, value: Any, field: str) -> None:
+        values = torch.as_tensor(value, dtype=torch.float32).flatten().tolist() if value is not None else []
+        if not values or not all(math.isfinite(v) for v in values):
+            raise RewardError(self._message(prompt, ValueError(f"it returned {field} {value!r}; a finite number is needed")))
+
+    def _message(self, prompt: str, error: Exception) -> str:
+        return f"reward {', '.join(self.reward_endpoints)}: {type(error).__name__}: {error} (prompt {prompt[:80]!r})"
