@@ -156,6 +156,16 @@ class QarlRolloutActor(_RolloutActor):
 
         return await asyncio.gather(*[probe(ids) for ids in token_ids])
 
+    async def probe_routing(self, token_ids: list[list[int]]) -> list | None:
+        """Expert ids [len(ids), layers, k] (numpy) of each list of ids; None of a dense model or an engine that keeps none."""
+        await self.weights.wait_ready(self.name, self.timeout_s)
+        if not self.llm.model_config.enable_return_routed_experts:
+            return None
+        params = SamplingParams(temperature=1.0, max_tokens=1, detokenize=False)
+        generate = super().generate
+        outputs = await asyncio.gather(*[generate(ids, params) for ids in token_ids])
+        return [output.outputs[0].routed_experts for output in outputs]
+
     # ---- weight updates -----------------------------------------------------------------------------------------------
 
     async def weights_state(self) -> dict:

@@ -1,5 +1,6 @@
 """How vLLM is started for a scheme: the one place that chooses between our CPU method and vLLM's own GPU kernels."""
 
+from transformers import AutoConfig
 from vllm.config import WeightTransferConfig
 
 from qarl_openrlhf.engine.cpu_method import METHOD
@@ -42,7 +43,17 @@ def _cpu(scheme: QuantScheme, model: str, tensor_parallel_size: int) -> dict:
         # we do not do: by its full name the one-process executor is left alone and saves a process (15 s of start-up).
         "distributed_executor_backend": "mp" if tensor_parallel_size > 1 else ONE_PROCESS,
         "enforce_eager": True,
+        # read by mismatch/router_topk_agreement; vLLM refuses it for some of its GPU kernels
+        "enable_return_routed_experts": _has_experts(model),
     }
+
+
+def _has_experts(model: str) -> bool:
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=True).get_text_config()
+    except OSError:  # no such model: vLLM is about to say so
+        return False
+    return getattr(config, "num_experts", 0) > 0
 
 
 def _cuda(scheme: QuantScheme) -> dict:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 
@@ -101,7 +101,7 @@ def projections(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> l
             (layer.num_kv_heads * layer.head_size, kv_rank, layer.total_num_kv_heads * layer.head_size),
             (layer.num_kv_heads * layer.v_head_size, kv_rank, layer.total_num_kv_heads * layer.v_head_size),
         ]
-    elif isinstance(layer, RowParallelLinear):
+    elif isinstance(layer, (RowParallelLinear, ReplicatedLinear)):  # all output features on every rank
         pieces = [(layer.output_size, 0, layer.output_size)]
     else:
         pieces = [(rows, rank, rows * tp) for rows in layer.output_partition_sizes]

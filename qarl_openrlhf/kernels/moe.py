@@ -34,8 +34,41 @@ def experts_mlp(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Product, down:
     """
     tokens, k = ids.shape
     by_expert, order = ids.flatten().sort(stable=True)  # stable: a token's rows do not depend on the sort
+    inverse = order.argsort()
     ends = torch.searchsorted(by_expert, torch.arange(experts, device=ids.device), right=True).to(torch.int32)
-    gate, up = gate_up(x[order // k], ends).chunk(2, -1)
-    y = down(F.silu(gate) * up, ends)
-    y = y[order.argsort()].view(tokens, k, -1).float() * weights.float().unsqueeze(-1)
+    gate, up = gate_up(_SortedRows.apply(x, order, inverse, k), ends).chunk(2, -1)
+    y = _TokenOrder.apply(down(F.silu(gate) * up, ends), order, inverse)
+    y = y.view(tokens, k, -1).float() * weights.float().unsqueeze(-1)
     return y.sum(1).to(x.dtype)
+
+
+class _SortedRows(torch.autograd.Function):
+    """A copy of its token's row for each choice, sorted by expert: [T, H] -> [T k, H].
+
+    The gradient is gathered and summed once, in a fixed order; autograd's own would be a scatter of T k rows.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, inverse, k):
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, dy):
+        (inverse,) = ctx.saved_tensors
+        return dy[inverse].view(-1, ctx.k, dy.shape[-1]).sum(1), None, None, None
+
+
+class _TokenOrder(torch.autograd.Function):
+    """Sorted rows [T k, H] back in the order of tokens and choices; the gradient is the permutation the other way."""
+
+    @staticmethod
+    def forward(ctx, y, order, inverse):
+        ctx.save_for_backward(order)
+        return y[inverse]
+
+    @staticmethod
+    def backward(ctx, dy):
+        (order,) = ctx.saved_tensors
+        return dy[order], None, None

@@ -106,10 +106,15 @@ def attach(module: nn.Module, schemes: dict[str, QuantScheme | None], *, name: s
 
 def keep_routing_weights_in_float32(model: nn.Module) -> int:
     """Let the model's softmax top-k routers give float32 weights, not rounded to the model's dtype; returns how many."""
-    routers = [m for m in model.modules() if type(m).__name__ in _SOFTMAX_ROUTERS]
-    for router in routers:
+    found = routers(model)
+    for router in found.values():
         router.register_forward_hook(_float32_weights)
-    return len(routers)
+    return len(found)
+
+
+def routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> softmax top-k router; its output is (logits [T, E], weights [T, k], expert ids [T, k])."""
+    return {name: m for name, m in model.named_modules() if type(m).__name__ in _SOFTMAX_ROUTERS}
 
 
 def _float32_weights(router: nn.Module, _args, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

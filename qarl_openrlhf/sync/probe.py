@@ -10,6 +10,7 @@ import ray
 import torch
 
 from qarl_openrlhf.quant.linear import quantized_forward
+from qarl_openrlhf.sync.routing import recorded_experts, topk_agreement
 
 TEXT = "The sum of 7 and 5 is 12. A train that leaves at noon and travels for two hours arrives at 2 o'clock in the afternoon."
 
@@ -32,9 +33,14 @@ class LogprobProbe:
         self.timeout_s = timeout_s
 
     def run(self, actor, engines: list, version: int, *, is_sender: bool) -> dict:
-        """All ranks call it (ZeRO-3 gathers in the forward); the sending rank asks the engines and returns ``sync/probe_*``."""
+        """All ranks call it (ZeRO-3 gathers in the forward); the sending rank asks the engines.
+
+        Returns ``sync/probe_abs_logp``, ``sync/probe_ms`` and, of a mixture-of-experts model,
+        ``mismatch/router_topk_agreement``.
+        """
         started = time.perf_counter()
-        mine = self.learner_log_probs(actor)
+        with recorded_experts(actor.network) as experts:
+            mine = self.learner_log_probs(actor)
         if not is_sender:
             return {}
         refs = [engine.probe_logprobs.remote([self.ids]) for engine in engines]
@@ -48,7 +54,16 @@ class LogprobProbe:
                     "are not the learner's, or the two compute differently; no rollout is made."
                 )
             worst = max(worst, gap)
-        return {"sync/probe_abs_logp": worst, "sync/probe_ms": (time.perf_counter() - started) * 1e3}
+        metrics = {"sync/probe_abs_logp": worst}
+        if experts:
+            metrics |= self._router_agreement(experts, engines)
+        return metrics | {"sync/probe_ms": (time.perf_counter() - started) * 1e3}
+
+    def _router_agreement(self, experts: dict, engines: list) -> dict:
+        """``mismatch/router_topk_agreement`` of the engine that agrees least; nothing where engines do not tell."""
+        theirs = ray.get([engine.probe_routing.remote([self.ids]) for engine in engines], timeout=self.timeout_s)
+        told = [topk_agreement(experts, torch.tensor(routing[0])) for routing in theirs if routing is not None]
+        return {"mismatch/router_topk_agreement": min(told)} if told else {}
 
     @torch.no_grad()
     def learner_log_probs(self, actor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from vllm import SamplingParams
 
 from qarl_openrlhf.quant import dequantize_weight
 from qarl_openrlhf.quant.convert import quantized_layers
+from qarl_openrlhf.sync.routing import recorded_experts, topk_agreement
 
 from . import tiny
 from .conftest import Bench
@@ -31,7 +32,7 @@ VARIANTS = [
 def bench(request, cluster, tmp_path_factory):
     scheme, tp = request.param
     learner = tiny.make_learner("qwen3_moe", scheme, tmp_path_factory.mktemp("moe"))
-    engine = tiny.start_engine(learner, tp=tp, enable_return_routed_experts=True)
+    engine = tiny.start_engine(learner, tp=tp)
     tiny.ready(engine)
     bench = Bench(learner, [engine])
     yield bench
@@ -73,6 +74,19 @@ def test_log_probs_of_sampled_tokens(bench):
         mine.append(bench.learner.log_probs([*output.prompt_token_ids, *sampled.token_ids])[2:])
     assert len(theirs) > 100
     assert distance(bench, torch.tensor(theirs), torch.cat(mine)) < 1
+
+
+def test_learner_and_engine_choose_the_same_experts(bench):
+    bench.publish()
+    with recorded_experts(bench.learner.model) as mine:
+        bench.learner.log_probs(TEXT)
+    (theirs,) = ray.get(bench.engines[0].probe_routing.remote([TEXT]), timeout=60)
+    assert theirs.shape[1:] == (2, 2) and set(mine) == {0, 1} and mine[0].shape == (len(TEXT), 2)
+    theirs = torch.tensor(theirs)
+    # 8-bit activations are not continuous: a code that flips in one layer can choose another expert in the next.
+    assert topk_agreement(mine, theirs) >= (0.95 if bench.learner.scheme.name == "w8a8" else 1.0)
+    others = {layer: (ids + 1) % 4 for layer, ids in mine.items()}
+    assert topk_agreement(others, theirs) < 0.9
 
 
 def test_a_push_reaches_every_expert_and_the_router(bench):

@@ -88,3 +88,19 @@ def test_other_versions_are_refused(monkeypatch):
     monkeypatch.setattr("qarl_openrlhf.patches.versions.version", lambda package: "0.31.0")
     with pytest.raises(PatchError, match="vllm 0.31.0 is installed"):
         patch.apply()
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_routing_is_the_learners(monkeypatch, renormalize):
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+
+    from qarl_openrlhf.kernels import moe
+
+    monkeypatch.setattr(fused_topk_router, "vllm_topk_softmax", fused_topk_router.vllm_topk_softmax)
+    patch.apply()
+    logits = torch.randn(9, 8).bfloat16()
+    weights, ids, _ = fused_topk_router.fused_topk(torch.randn(9, 4), logits, 3, renormalize)
+    mine, chosen = moe.route(logits, 3, renormalize)
+    assert weights.dtype == torch.float32 and torch.equal(weights, mine)
+    assert ids.dtype == torch.int32 and torch.equal(ids.long(), chosen)
+    assert torch.allclose(weights.sum(-1), torch.ones(9)) == renormalize
