@@ -3,6 +3,8 @@
 import importlib.util
 from types import SimpleNamespace
 
+import torch
+
 from qarl_openrlhf.objectives import build_objective, find_spec, objective_hyperparameters
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -54,6 +56,15 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
     if getattr(flat, "metrics.dir") is None:
         setattr(flat, "metrics.dir", getattr(flat, "ckpt.output_dir"))
     return notes
+
+
+def check_card(scheme: QuantScheme, capability: tuple[int, int], card: str) -> None:
+    """ConfigError for a scheme that a card (CUDA compute capability, name) has no instructions or no vLLM kernel for."""
+    version = f"{card} has compute capability {capability[0]}.{capability[1]}"
+    if scheme.name == "w4a8" and capability[0] != 9:
+        raise ConfigError(f"--quant.scheme {scheme} runs on Hopper cards only (vLLM's W4A8 kernel), and {version}: use fp8 or w4a16")
+    if scheme.name == "fp8" and capability < (8, 9):
+        raise ConfigError(f"--quant.scheme {scheme} needs FP8 tensor cores (Ada, Hopper or newer), and {version}: use w8a8 or w4a16")
 
 
 def _has_flash_attn() -> bool:
@@ -178,6 +189,8 @@ def _check_quantized(args, scheme: QuantScheme, device: str) -> None:
             "quantize its own share of a token's activations, the learner the whole token, so the two would not be aligned; use "
             "tensor parallel size 1 and more engines, or w4a16"
         )
+    if device == "cuda" and torch.cuda.is_available():
+        check_card(scheme, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
     if device == "cpu" and scheme.name in ("fp8", "w4a8"):
         raise ConfigError(
             f"--quant.scheme {scheme} needs a GPU engine: vLLM has no {scheme.name} kernel for CPUs. On a CPU use w4a16 or w8a8"

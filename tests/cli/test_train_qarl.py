@@ -8,6 +8,7 @@ import pytest
 from qarl_openrlhf import config
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.cli.host import HostCommandLine
+from qarl_openrlhf.quant.scheme import QuantScheme
 from tests.tiny_models import save_tiny_model
 
 
@@ -154,6 +155,18 @@ def test_module_runs_as_a_program():
         [sys.executable, "-m", "qarl_openrlhf.cli.train_qarl", "--quant.scheme", "nonsense"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "nonsense" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "scheme, capability, works",
+    [("fp8", (8, 9), True), ("fp8", (8, 0), False), ("w4a8", (9, 0), True), ("w4a8", (10, 0), False), ("w4a16", (7, 5), True)],
+)
+def test_schemes_that_a_card_cannot_run_are_refused(scheme, capability, works):
+    if works:
+        config.check_card(QuantScheme.parse(scheme), capability, "a card")
+    else:
+        with pytest.raises(config.ConfigError, match=f"{scheme}.*a card has compute capability.*use "):
+            config.check_card(QuantScheme.parse(scheme), capability, "a card")
 
 
 @pytest.mark.parametrize("extra, transport", [([], "nccl"), (["--train.colocate_all"], "ipc")])
