@@ -18,6 +18,10 @@ class CpuTarget:
         self.model = model
         self.slots = layout.slots(model)
 
+    def takes(self, slot: layout.Slot, dtype: torch.dtype) -> bool:
+        """Whether a tensor of this dtype may be loaded there."""
+        return dtype == slot.dtype
+
     def begin(self) -> None:
         pass
 
@@ -38,6 +42,11 @@ class GpuTarget:
         self.slots = layout.slots(model, gpu_layers.checkpoint_parameters)
         self.expected = Counter(slot.layer for slot in self.slots.values())
         self.layers: dict[str, gpu_layers.GpuLayer] = {}
+
+    def takes(self, slot: layout.Slot, dtype: torch.dtype) -> bool:
+        """Whether a tensor of this dtype may be loaded there; some of vLLM's layers keep the scales' BF16 values in float32."""
+        widened = slot.attribute.endswith("weight_scale") and slot.dtype == torch.float32 and dtype == torch.bfloat16
+        return dtype == slot.dtype or widened
 
     def begin(self) -> None:
         self.layers = {

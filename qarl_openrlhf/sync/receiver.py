@@ -175,7 +175,7 @@ class QarlWeightTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
             raise ManifestError(f"tensor {name} is not one of the {len(self.target.slots)} tensors this engine's model has")
         if name in self.received:
             raise ManifestError(f"tensor {name} arrived twice in one update")
-        if tensor.shape != slot.shape or not (tensor.dtype == slot.dtype or _widens(tensor.dtype, slot.dtype)):
+        if tensor.shape != slot.shape or not self.target.takes(slot, tensor.dtype):
             raise ManifestError(
                 f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, the engine's model has {slot.dtype} {list(slot.shape)}"
             )
@@ -209,8 +209,3 @@ class QarlWeightTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
         for name, slot in self.target.slots.items():
             if checksum(slot.read()) != self.received[name]:
                 raise ManifestError(f"tensor {name} reads back differently from the engine's parameters than it was sent")
-
-
-def _widens(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """Scales travel with BF16 values in the model's dtype; some of vLLM's layers keep them in float32."""
-    return given.is_floating_point and wanted.is_floating_point and torch.promote_types(given, wanted) == wanted
