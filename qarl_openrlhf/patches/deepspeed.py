@@ -1,4 +1,4 @@
-"""DeepSpeed 0.19 on a CPU: no compiler run in the middle of a start-up.
+"""DeepSpeed 0.19 on a CPU: no compiler run in the middle of a start-up, and ZeRO-3 gathers that are complete.
 
 DeepSpeed compiles a shared-memory all-reduce with g++ when the first process group is made on a CPU (about 20 s, and a
 failure where no compiler is installed). gloo does the same work for the few megabytes that travel on one host.
@@ -16,3 +16,38 @@ def apply() -> None:
     from deepspeed.comm import torch as torch_backend
 
     torch_backend.build_shm_op = lambda: None  # "not available": DeepSpeed then uses the gloo group for everything
+    _wait_for_every_gather()
+
+
+def _wait_for_every_gather() -> None:
+    """partition_parameters.py:2082 launches an all-gather a parameter and waits for the last one only.
+
+    On a CUDA stream that orders them all. gloo runs them on several threads: what comes late overwrites what has been written
+    to the parameter meanwhile, so that with two ranks or more a model loaded under ZeRO-3 now and then has pieces of
+    uninitialised memory for weights (seen in a third of the loads of a tiny model).
+    """
+    from deepspeed.runtime.zero import partition_parameters as zero
+
+    gather = zero.Init._allgather_params_coalesced
+    if getattr(gather, "_qarl", False):
+        return
+
+    def gather_all(self, *args, **kwargs):
+        launched = []
+        launch = zero.dist.all_gather_into_tensor
+
+        def launch_and_remember(*positional, **named):
+            launched.append(launch(*positional, **named))
+            return launched[-1]
+
+        zero.dist.all_gather_into_tensor = launch_and_remember
+        try:
+            result = gather(self, *args, **kwargs)
+        finally:
+            zero.dist.all_gather_into_tensor = launch
+            for work in launched:
+                work.wait()
+        return result
+
+    gather_all._qarl = True
+    zero.Init._allgather_params_coalesced = gather_all
