@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import LINEARS
+from qarl_openrlhf.kernels import product
+from tiny_models import LINEARS, MOE_LAYERS
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -39,10 +40,21 @@ def run_workers(world: int, directory: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def results(tmp_path_factory):
     return run_workers(1, tmp_path_factory.mktemp("zero"))[0]
 
 
+@pytest.fixture(params=["dense", "moe"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def runs(results, kind):
+    return results[kind]
+
+
+LAYERS = {"dense": LINEARS, "moe": MOE_LAYERS}
 STAGES = ["zero1", "zero2", "zero3"]
 
 
@@ -53,9 +65,10 @@ def assert_same_bytes(a: dict, b: dict):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_quantized_once_an_optimizer_step(runs, stage):
+def test_quantized_once_an_optimizer_step(runs, stage, kind):
     """Publish, two micro-batches with checkpointing and a step, publish, two micro-batches."""
-    assert runs[stage]["calls"] == [LINEARS, LINEARS, 2 * LINEARS, 2 * LINEARS]
+    layers = LAYERS[kind]
+    assert runs[stage]["calls"] == [layers, layers, 2 * layers, 2 * layers]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -68,9 +81,19 @@ def test_the_step_trained_and_changed_codes(runs, stage):
 def test_the_same_packed_bytes_after_a_step(runs):
     for stage in ("zero2", "zero3"):
         assert_same_bytes(runs["zero1"]["published_before"], runs[stage]["published_before"])
-        assert_same_bytes(runs["zero1"]["published"], runs[stage]["published"])
-        assert runs[stage]["losses"] == runs["zero1"]["losses"]
         assert runs[stage]["report"] == runs["zero1"]["report"]
+        if stage == "zero2" or not product.cpu_multiplies_bf16():
+            assert_same_bytes(runs["zero1"]["published"], runs[stage]["published"])
+            assert runs[stage]["losses"] == runs["zero1"]["losses"]
+        else:  # a gathered parameter lies elsewhere in memory, and BF16 (AMX) products round by where their operands lie
+            assert runs[stage]["losses"] == pytest.approx(runs["zero1"]["losses"], rel=3e-3)
+            assert_almost_the_same_codes(runs["zero1"]["published"], runs[stage]["published"])
+
+
+def assert_almost_the_same_codes(a: dict, b: dict):
+    packed = [name for name in a if name.endswith("weight_packed")]
+    differ = sum((a[name] != b[name]).sum().item() for name in packed)
+    assert differ < 0.01 * sum(a[name].numel() for name in packed)
 
 
 def test_zero3_parameters_were_partitioned_and_a_hit_did_not_need_them(runs):
@@ -78,22 +101,25 @@ def test_zero3_parameters_were_partitioned_and_a_hit_did_not_need_them(runs):
     assert runs["zero3"]["gone"]
 
 
-def test_a_thousand_updates_of_1e_6_change_codes(runs):
-    small = runs["small updates"]
+def test_a_thousand_updates_of_1e_6_change_codes(results):
+    small = results["small updates"]
     assert small["lost_in_bf16"] > 0.9 and small["one"] == 0  # a BF16 master weight would never move
     assert small["thousand"] > 40  # of 4096
 
 
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return run_workers(2, tmp_path_factory.mktemp("two"))
+
+
 @pytest.mark.slow
-def test_two_ranks_publish_the_same_bytes(tmp_path):
-    first, second = run_workers(2, tmp_path)
+def test_two_ranks_publish_the_same_bytes(two_ranks, kind):
+    first, second = (rank[kind] for rank in two_ranks)
+    layers = LAYERS[kind]
     for stage in STAGES:
-        assert first[stage]["calls"] == second[stage]["calls"] == [LINEARS, LINEARS, 2 * LINEARS, 2 * LINEARS]
+        assert first[stage]["calls"] == second[stage]["calls"] == [layers, layers, 2 * layers, 2 * layers]
         assert_same_bytes(first[stage]["published"], second[stage]["published"])
         assert first[stage]["losses"][:2] != second[stage]["losses"][:2]  # different data
     for stage in ("zero2", "zero3"):
         # The stages sum two ranks' gradients in different orders, so BF16 weights may differ by a last bit.
-        a, b = first["zero1"]["published"], first[stage]["published"]
-        packed = [name for name in a if name.endswith("weight_packed")]
-        differ = sum((a[name] != b[name]).sum().item() for name in packed)
-        assert differ < 0.01 * sum(a[name].numel() for name in packed)
+        assert_almost_the_same_codes(first["zero1"]["published"], first[stage]["published"])

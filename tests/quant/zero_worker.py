@@ -1,4 +1,4 @@
-"""Trains a tiny quantized Qwen2 under real DeepSpeed ZeRO-1, 2 and 3 and saves what the tests check.
+"""Trains a tiny quantized Qwen2 and Qwen3-MoE under real DeepSpeed ZeRO-1, 2 and 3 and saves what the tests check.
 
 usage: zero_worker.py RANK WORLD_SIZE PORT OUT_FILE
 """
@@ -10,13 +10,14 @@ import deepspeed
 import torch
 from qarl_openrlhf.patches import deepspeed as deepspeed_patch
 from qarl_openrlhf.quant import QuantScheme, count_changed_codes
-from qarl_openrlhf.quant.convert import convert_model, published_tensors
-from qarl_openrlhf.quant.linear import QuantLinear
-from tiny_models import CONFIGS, tiny
+from qarl_openrlhf.quant.convert import convert_model, published_tensors, quantized_layers
+from tiny_models import tiny, tiny_moe
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 deepspeed_patch.apply()  # no g++ run for a shared-memory all-reduce
+MODELS = {"dense": lambda: tiny("qwen2", tie_word_embeddings=True), "moe": tiny_moe}
 SCHEME = QuantScheme.parse("w4a16:g32")
 
 
@@ -33,14 +34,14 @@ def config(stage: int, world: int, lr: float, accumulate: int) -> dict:
     }
 
 
-def build(stage: int, ds_config: dict):
-    source = tiny("qwen2", tie_word_embeddings=True)
+def build(kind: str, stage: int, ds_config: dict):
+    source = MODELS[kind]()
     if stage < 3:
         return source
     with deepspeed.zero.Init(config_dict_or_path=ds_config):
-        model = AutoModelForCausalLM.from_config(
-            CONFIGS["qwen2"](tie_word_embeddings=True), dtype=torch.bfloat16, attn_implementation="eager"
-        )
+        model = AutoModelForCausalLM.from_config(source.config, dtype=torch.bfloat16, attn_implementation="eager")
+    if kind == "moe":  # as OpenRLHF does
+        deepspeed.utils.set_z3_leaf_modules(model, [Qwen3MoeSparseMoeBlock])
     values = dict(source.named_parameters())
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
@@ -61,9 +62,9 @@ def run_step(engine, batches) -> list[float]:
     return losses
 
 
-def train(stage: int, rank: int, world: int, reentrant: bool) -> dict:
+def train(kind: str, stage: int, rank: int, world: int, reentrant: bool) -> dict:
     ds_config = config(stage, world, lr=1e-3, accumulate=2)
-    model = build(stage, ds_config)
+    model = build(kind, stage, ds_config)
     partitioned = sum(p.numel() == 0 for p in model.parameters())
     report = convert_model(model, SCHEME)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -85,7 +86,7 @@ def train(stage: int, rank: int, world: int, reentrant: bool) -> dict:
     after = publish()
     out["calls"].append(stats.quantize_calls)
     if stage == 3:  # a hit needs no gather, and the parameters are away
-        layers = [m for m in model.modules() if isinstance(m, QuantLinear) and m.scheme]
+        layers = quantized_layers(model).values()
         out["gone"] = all(m.weight.numel() == 0 and m.is_packed() for m in layers)
     changed = [count_changed_codes(packed_before[n], p) for n, p in model.quant_cache.packed_weights().items()]
     out["losses"] += run_step(engine, batches)
@@ -132,7 +133,10 @@ def main():
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     deepspeed.init_distributed(dist_backend="gloo")
-    results = {f"zero{stage}": train(stage, rank, world, reentrant=stage == 2 or world > 1) for stage in (1, 2, 3)}
+    results = {
+        kind: {f"zero{stage}": train(kind, stage, rank, world, reentrant=stage == 2 or world > 1) for stage in (1, 2, 3)}
+        for kind in MODELS
+    }
     if world == 1:
         results["small updates"] = thousand_small_updates(stage=2)
     torch.save(results, f"{out_file}.{rank}")
