@@ -1,0 +1,80 @@
+"""The paper's data sets: where they lie on the Hugging Face hub, and how rows are read from there or from a local file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from qarl_openrlhf.data.reasoning_gym import DataError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set on the hub; config None: it has only one."""
+
+    name: str
+    hub: str
+    split: str
+    config: str | None = None
+
+
+TRAIN = {"openr1-math-46k": Source("openr1-math-46k", "Elliott/Openr1-Math-46k-8192", "train")}
+EVAL = {
+    source.name: source
+    for source in (
+        Source("aime24", "HuggingFaceH4/aime_2024", "train"),
+        Source("aime25", "math-ai/aime25", "test"),
+        Source("amc23", "math-ai/amc23", "test"),
+        Source("math500", "HuggingFaceH4/MATH-500", "test"),
+        Source("minerva", "math-ai/minervamath", "test"),
+        Source("olympiadbench", "Hothan/OlympiadBench", "train", "OE_TO_maths_en_COMP"),
+    )
+}
+FORMATS = (".jsonl", ".json", ".parquet")
+
+
+def load_rows(argument: str, known: dict[str, Source], flag: str) -> tuple[str, list[dict]]:
+    """'NAME', 'NAME=FILE' or 'FILE' -> (name, rows as in the data set). DataError names the flag and what would work."""
+    name, _, path = argument.partition("=") if "=" in argument else ("", "", argument)
+    if not name and argument in known:
+        return argument, _from_hub(known[argument], flag)
+    if not Path(path).is_file():
+        raise DataError(f"{flag} {argument}: neither a file nor one of {', '.join(known)}; write NAME, FILE or NAME=FILE")
+    return name or Path(path).stem, read_file(path)
+
+
+def _from_hub(source: Source, flag: str) -> list[dict]:
+    from datasets import load_dataset
+
+    try:
+        return list(load_dataset(source.hub, source.config, split=source.split))
+    except Exception as error:  # offline, gated, renamed: many classes
+        raise DataError(
+            f"{flag} {source.name}: {source.hub} cannot be loaded from the Hugging Face hub ({type(error).__name__}: "
+            f"{str(error)[:200]}); with its files on this machine write {flag} {source.name}=FILE ({', '.join(FORMATS)})"
+        ) from None
+
+
+def read_file(path: str | Path) -> list[dict]:
+    """Rows of a .jsonl, .json (a list) or .parquet file."""
+    path = Path(path)
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(path).to_pylist()
+    if path.suffix == ".json":
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(rows, list):
+            raise DataError(f"{path} holds no list of rows; a .json file must, a .jsonl file has one row a line")
+        return rows
+    if path.suffix == ".jsonl":
+        rows = []
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    rows += [json.loads(line)] if line.strip() else []
+                except json.JSONDecodeError as error:
+                    raise DataError(f"{path}, line {number} is no JSON object: {error}") from None
+        return rows
+    raise DataError(f"{path}: the ending '{path.suffix}' is not known; there are {', '.join(FORMATS)}")

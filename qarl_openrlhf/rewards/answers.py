@@ -1,0 +1,83 @@
+"""Where the answer is in a response, as text: boxed, announced, or the end of it. No mathematics here.
+
+The last \\boxed{...} wins; several boxes with nothing but commas and "and" between them are one answer. Otherwise, with
+`answer="any"`, the text after the last "answer is", "answer:" or "####" of the response, else the last formula of the last line,
+else that line. A response that opened <think> and never closed it has no answer: what it holds is scratch work.
+"""
+
+from __future__ import annotations
+
+import re
+
+# OpenRLHF decodes with special tokens: an end-of-turn token is no part of the answer.
+END_TOKENS = re.compile(r"(?:<\|[^<>|]*\|>|<(?:/s|end_of_turn|eos)>|\s)+\Z")
+ENDED = re.compile(r"(?:<\|[^<>|]*\|>|<(?:/s|end_of_turn|eos)>)\s*\Z")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BETWEEN_BOXES = re.compile(r"(?:\$|,|;|\s|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\[()\[\]]|\\q?quad)*\Z")
+ANNOUNCED = re.compile(r"(?:####|\banswers?\s*(?:is|are|:|=)\s*:?|\banswer\b\*\*:?)", re.I)
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.S)
+
+MAX_ANSWER_CHARS = 1000  # a longer "answer" is text; judging it would cost seconds
+TAIL_CHARS = 4000  # how far from the end a plain answer is looked for
+
+
+def find_answer(response: str, *, boxed_only: bool = False) -> str | None:
+    """The answer's text without dollar signs, or None where there is none (or one of more than MAX_ANSWER_CHARS)."""
+    text = END_TOKENS.sub("", response)
+    if "</think>" in text:
+        text = text.rsplit("</think>", 1)[1]
+    elif "<think>" in text:
+        return None
+    answer = boxed(text)
+    if answer is None and not boxed_only and not BOX.search(text):
+        answer = plain(text[-TAIL_CHARS:])
+    if answer is None or not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
+        return None
+    return answer.strip()
+
+
+def boxed(text: str) -> str | None:
+    """Contents of the last box, or of the last run of boxes, joined by commas; None without a closed box."""
+    boxes = []  # (start, end, content)
+    position = 0
+    while match := BOX.search(text, position):
+        end = closing_brace(text, match.end())
+        if end is None:  # cut off in the box: an earlier one would be no final answer
+            return None
+        boxes.append((match.start(), end + 1, text[match.end() : end]))
+        position = end + 1
+    if not boxes:
+        return None
+    run = [boxes[-1]]
+    for box in reversed(boxes[:-1]):
+        if not BETWEEN_BOXES.fullmatch(text[box[1] : run[0][0]]):
+            break
+        run.insert(0, box)
+    contents = [content.strip() for _, _, content in run]
+    return contents[-1] if len(set(contents)) == 1 else ", ".join(contents)
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """Index of the brace that closes the one before `start`."""
+    depth = 1
+    for i in range(start, len(text)):
+        if text[i] in "{}" and text[i - 1] != "\\":
+            depth += 1 if text[i] == "{" else -1
+            if depth == 0:
+                return i
+    return None
+
+
+def plain(text: str) -> str | None:
+    """The announced answer, else the last line's last formula, else the last line."""
+    text = text.strip()
+    announcements = [match for match in ANNOUNCED.finditer(text)]
+    if announcements:
+        rest = text[announcements[-1].end() :].strip(" *:\n")
+        line = rest.split("\n", 1)[0]
+    else:
+        line = text.rsplit("\n", 1)[-1]
+    if line.lstrip().startswith(("$$", "\\[")) or line.strip() in ("$$", "\\["):
+        line = rest if announcements else text
+    formulas = [next(g for g in match.groups() if g is not None) for match in FORMULA.finditer(line)]
+    return formulas[-1].strip() if formulas else line.strip(" *`") or None
