@@ -1,15 +1,22 @@
-"""What a run would do, without starting it: configuration, resources, which layer runs in which format."""
+"""What a run would do, without starting it: configuration, resources, which layer runs in which format, memory."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.planning.memory import ModelShape
+from qarl_openrlhf.planning.positions import check_positions, load_config
+from qarl_openrlhf.planning.report import memory_report
 from qarl_openrlhf.quant.convert import ConversionReport, convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 
-def describe(args, resources) -> str:
-    """Resolved configuration (one flag a line), resource plan, updates a rollout, per-layer quantization plan."""
+def describe(args, resources) -> tuple[str, list[str]]:
+    """(text, problems). Text: resolved configuration (one flag a line), resource plan, updates a rollout, per-layer plan, memory
+    a GPU. Problems: why the run would fail; ConfigError where prompt and response do not fit the model's positions."""
+    config = load_config(args)
+    check_positions(args, config)
+    model, plan = _planned(args, config)
+    memory, problems = memory_report(args, ModelShape.of(model, plan, config))
     samples = args.rollout.batch_size * args.rollout.n_samples_per_prompt
     lines = ["configuration:", *(f"  --{name} {value}" for name, value in flatten(args)), "", "resources:"]
     lines += [f"  {resources}", "", "one rollout:"]
@@ -18,9 +25,12 @@ def describe(args, resources) -> str:
         f"{samples * args.train.max_epochs / args.train.batch_size:g} optimizer steps of {args.train.batch_size}",
         "",
         "quantization plan:",
-        layer_plan(args).table(),
+        plan.table(),
+        "",
+        "memory, estimated:",
+        memory,
     ]
-    return "\n".join(lines)
+    return "\n".join(lines), problems
 
 
 def flatten(args, prefix: str = "") -> list[tuple[str, object]]:
@@ -32,14 +42,15 @@ def flatten(args, prefix: str = "") -> list[tuple[str, object]]:
 
 
 def layer_plan(args) -> ConversionReport:
+    """What happens to each layer of ``--actor.model_name_or_path``."""
+    return _planned(args, load_config(args))[1]
+
+
+def _planned(args, config) -> tuple[torch.nn.Module, ConversionReport]:
     """Convert the model's architecture on the meta device: names and shapes, no weights."""
-    try:
-        model_config = AutoConfig.from_pretrained(args.actor.model_name_or_path, trust_remote_code=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--actor.model_name_or_path {args.actor.model_name_or_path}: {error}") from None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=True)
-    return convert_model(model, QuantScheme.parse(args.quant.scheme), cache="none")
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    return model, convert_model(model, QuantScheme.parse(args.quant.scheme), cache=args.quant.cache)
 
 
 def check_layers(args) -> None:

@@ -6,7 +6,8 @@ from qarl_openrlhf.objectives import list_objectives, objective_hyperparameters
 
 
 def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None) -> None:
-    """Add ``--quant.*``, ``--objective.*``, ``--sync.*``, ``--metrics.dir``, ``--device``, ``--preset``, ``--dry_run``.
+    """Add ``--quant.*``, ``--objective.*``, ``--sync.*``, ``--metrics.dir``, ``--model.*``, ``--device``, ``--preset``,
+    ``--dry_run``.
 
     ``own_objective`` (path/to/file.py:function) adds the hyperparameters of a user's objective, too.
     """
@@ -79,7 +80,28 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None)
         metavar="TOKENS",
         help="mean response length that a *_short preset makes its bands for (default: --rollout.max_new_tokens, the longest)",
     )
-    group.add_argument("--dry_run", action="store_true", help="print configuration, resources and per-layer plan; start nothing")
+    group.add_argument(
+        "--model.max_positions",
+        type=int,
+        default=None,
+        metavar="N",
+        help="positions of the model in place of config.json's max_position_embeddings, in learner, engines and exports",
+    )
+    group.add_argument(
+        "--model.rope_theta", type=float, default=None, metavar="BASE", help="base of the rotary positions, likewise"
+    )
+    group.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="print configuration, resources, per-layer plan and estimated memory, and fail if it does not fit; start nothing",
+    )
+    group.add_argument(
+        "--dry_run_gpu_gb",
+        type=float,
+        default=None,
+        metavar="GIB",
+        help="memory of the card that --dry_run plans for (default: the visible one); works on a machine without a GPU, too",
+    )
     group.add_argument("--ray.log_to_driver", action="store_true", help="show the log of every Ray worker in this terminal")
     _add_objective_flags(parser, own_objective)
 

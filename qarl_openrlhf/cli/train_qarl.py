@@ -11,6 +11,7 @@ from qarl_openrlhf import config, runtime
 from qarl_openrlhf.cli.flags import add_flags, typed_flags
 from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
+from qarl_openrlhf.planning import positions
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -19,14 +20,35 @@ def main(argv: list[str] | None = None) -> None:
     for note in notes:
         print(f"note: {note}")
     if args.dry_run:
-        from qarl_openrlhf.cli.dry_run import describe
-
-        print(describe(args, resources))
+        dry_run(args, resources)
         return
+    _refuse(positions.check_positions, args)
+    _refuse(positions.apply, args)
     # vLLM's own logger would fill the terminal; --ray.log_to_driver shows everything.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if args.ray.log_to_driver else "ERROR")
     environment = runtime.set_environment(args.device)
     run(args, resources, environment)
+
+
+def dry_run(args, resources) -> None:
+    """Print what a run would do; the process ends with status 2 if the run would fail."""
+    from qarl_openrlhf.cli.dry_run import describe
+
+    text, problems = _refuse(describe, args, resources)
+    print(text)
+    for problem in problems:
+        print(f"train_qarl: error: {problem}", file=sys.stderr)
+    if problems:
+        sys.exit(2)
+
+
+def _refuse(check, *args):
+    """``check(*args)``; a ConfigError ends the process with its message and status 2."""
+    try:
+        return check(*args)
+    except config.ConfigError as error:
+        print(f"train_qarl: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def resolve(argv: list[str]):
@@ -42,7 +64,9 @@ def resolve(argv: list[str]):
     flat = host.parser.parse_args(argv)
     typed = typed_flags(host.parser, argv)
     try:
-        device = runtime.resolve_device(flat.device)
+        # A dry run that names the card's memory plans for a GPU on any machine.
+        planned = flat.dry_run and flat.dry_run_gpu_gb and flat.device != "cpu"
+        device = "cuda" if planned else runtime.resolve_device(flat.device)
         notes = preset_notes + config.prepare(flat, device, typed)
         args = host.resolve(flat)
         config.check(args, device, typed)

@@ -113,7 +113,7 @@ def test_missing_model_is_named(base, capsys):
 
 
 def test_dry_run_prints_configuration_resources_and_plan(base, capsys):
-    train_qarl.main([*base, "--quant.scheme", "w4a16:g64", "--objective.name", "tbpo", "--dry_run"])
+    train_qarl.main([*base, "--quant.scheme", "w4a16:g64", "--objective.name", "tbpo", "--data.max_len", "512", "--dry_run"])
     text = capsys.readouterr().out
     assert "--quant.scheme w4a16:g64" in text and "GPUs (actor 1" in text
     assert "model.layers.*.mlp.down_proj" in text and "lm_head" in text

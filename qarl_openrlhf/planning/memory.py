@@ -1,0 +1,273 @@
+"""Bytes a GPU by part, estimated from the model's shape and the flags.
+
+Tensors that are counted exactly: parameters, master weights, optimizer state, gradients, the quantization cache, engine weights,
+KV cache. Estimated: activations, logits, what CUDA and vLLM take beside them (the constants below, with their reason). Phases
+follow a training step; only what exists in a phase is added up.
+"""
+
+from dataclasses import dataclass, field
+
+from qarl_openrlhf.optim.groups import matrix_shapes
+from qarl_openrlhf.quant.convert import ConversionReport
+from qarl_openrlhf.quant.scheme import QuantScheme
+
+GIB = 2**30
+CONTEXT = int(1.25 * GIB)  # CUDA context, NCCL buffers and kernels of one process
+ENGINE_WORK = 2 * GIB  # vLLM beside weights and KV cache: activations of a prefill batch, sampler, CUDA graphs
+BUCKET = 2 * 500_000_000  # DeepSpeed's default reduce bucket: 5e8 BF16 elements
+LIVE = 1_000_000_000  # ZeRO-3 gathers at most this many parameters at a time, and one leaf module
+# A token's logits, times the vocabulary: float32 logits kept for the backward, the accumulated gradient, and the gradient of the
+# chunk (or of the gather) being added to it.
+LOGITS = 12
+USABLE = 0.97  # of a card's memory: the driver's share, and what the allocator cannot give out in one piece
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the estimate needs of a model; counts of weights, not bytes.
+
+    quantized: weights the scheme quantizes; matrices: weights Muon updates; largest: largest quantized layer (or stack of
+    experts); largest_other: largest tensor that stays BF16. mlp: intermediate features a token passes through.
+    """
+
+    parameters: int
+    quantized: int
+    matrices: int
+    largest: int
+    largest_other: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocabulary: int
+    experts_hidden: int = 0  # hidden features of the sorted copies a mixture of experts makes, a token
+
+    @classmethod
+    def of(cls, model, report: ConversionReport, config) -> "ModelShape":
+        """Read off a model on the meta device and the plan of its conversion."""
+        text = config.get_text_config()
+        quantized = {layer.name for layer in report.quantized}
+        plain = [p.numel() for name, p in model.named_parameters() if name.removesuffix(".weight") not in quantized]
+        active = getattr(text, "num_experts_per_tok", 0) if getattr(text, "num_experts", 0) else 0
+        return cls(
+            parameters=sum(p.numel() for p in model.parameters()),
+            quantized=sum(p.experts * p.out_features * p.in_features for p in report.quantized),
+            matrices=sum(count * rows * columns for count, rows, columns in matrix_shapes(model).values()),
+            largest=max([p.experts * p.out_features * p.in_features for p in report.quantized], default=0),
+            largest_other=max(plain, default=0),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            heads=text.num_attention_heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            mlp=active * text.moe_intermediate_size if active else text.intermediate_size,
+            vocabulary=text.vocab_size,
+            experts_hidden=active * text.hidden_size,
+        )
+
+
+@dataclass
+class Part:
+    """One part of the memory of one GPU. advice: flags that lower it, with these arguments; empty if none does."""
+
+    name: str
+    bytes: int
+    phases: tuple[str, ...]
+    advice: str = ""
+
+
+@dataclass
+class Estimate:
+    """Parts of one GPU that plays ``role``; ``host``: bytes of main memory a node, for what is offloaded."""
+
+    role: str
+    parts: list[Part]
+    host: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def phases(self) -> list[str]:
+        return list(dict.fromkeys(phase for part in self.parts for phase in part.phases))
+
+    def total(self, phase: str) -> int:
+        return sum(part.bytes for part in self.parts if phase in part.phases)
+
+    @property
+    def peak(self) -> str:
+        return max(self.phases, key=self.total)
+
+    def problem(self, card: int) -> str | None:
+        """Why this does not fit a card of so many bytes, naming the largest part that a flag lowers; None if it fits."""
+        phase, usable = self.peak, int(card * USABLE)
+        if self.total(phase) <= usable:
+            return None
+        parts = sorted((p for p in self.parts if phase in p.phases), key=lambda p: -p.bytes)
+        lower = next((p for p in parts if p.advice), parts[0])
+        others = [p for p in parts if p.advice and p is not lower][:1]
+        hint = f"lower {lower.name} ({gib(lower.bytes)}): {lower.advice or 'a larger card, or more of them'}"
+        hint += "".join(f"; or {p.name} ({gib(p.bytes)}): {p.advice}" for p in others)
+        return f"{self.role} needs about {gib(self.total(phase))} in phase '{phase}', {gib(usable)} of the card are usable; {hint}"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def packed_bytes(scheme: QuantScheme) -> float:
+    """Bytes a quantized weight has in the published format, scales included (row scales of 8-bit formats are negligible)."""
+    if not scheme.quantized:
+        return 2.0
+    return 0.5 + 2 / scheme.group_size if scheme.weight_format == "int4" else 1.0
+
+
+def cache_bytes(scheme: QuantScheme, mode: str, shape: ModelShape) -> int:
+    """The learner's quantization cache on every rank, at every ZeRO stage: the whole model's packed weights are on each."""
+    if not scheme.quantized or mode == "none":
+        return 0
+    codes = 1 if scheme.name == "w4a8" else 0  # the e4m3 matrix its product reads, beside the copy for the backward
+    return int(shape.quantized * (packed_bytes(scheme) + (2 + codes if mode == "dequant" else 0)))
+
+
+def micro_batch_tokens(args) -> int:
+    """Tokens of the largest micro-batch on one GPU."""
+    if args.train.dynamic_batch_enable:
+        return max(args.train.max_tokens_per_gpu, args.data.max_len)
+    return args.train.micro_batch_size * args.data.max_len
+
+
+def estimate(args, shape: ModelShape) -> list[Estimate]:
+    """Estimates of the kinds of GPU this run has: one that learner and engine share, or one of each."""
+    shared = args.train.colocate_all and not args.train.async_enable
+    phases = ["rollout", "forward and backward", "optimizer step", "publish"]
+    learner = _learner(args, shape, phases)
+    learner.parts.append(Part("CUDA context, NCCL (learner)", CONTEXT, tuple(phases)))
+    if not args.vllm.num_engines:
+        return [learner]
+    engine = _engine(args, shape, phases if shared else ["rollout"], shared)
+    if not shared:
+        return [learner, engine]
+    both = Estimate("each GPU (learner and engine)", learner.parts + engine.parts, learner.host + engine.host)
+    both.notes = learner.notes + engine.notes
+    return [both]
+
+
+def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
+    rollout, backward, step, publish = phases
+    scheme, stage = QuantScheme.parse(args.quant.scheme), args.ds.zero_stage
+    gpus = args.actor.num_nodes * args.actor.num_gpus_per_node
+    copies = max(1, gpus // (args.ds.ring_attn_size * args.ds.tensor_parallel_size))
+    offload, sleeps = args.ds.adam_offload, args.ds.enable_sleep
+    p = shape.parameters
+    states = (backward, step) if sleeps else tuple(phases)
+    share = p / copies if stage >= 1 else p
+    fewer = "" if offload else "--ds.adam_offload (host memory), or more GPUs" + ("" if stage else " with --ds.zero_stage 2")
+    zero3 = "" if stage == 3 or copies == 1 else "--ds.zero_stage 3"
+    adam = p - shape.matrices if args.actor.optim == "muon" else p
+    moments = 4 * (p + adam) / (copies if stage >= 1 else 1)  # Muon: one momentum a matrix weight; AdamW: two
+    parts = [
+        Part("BF16 parameters", int(2 * (p / copies if stage == 3 else p)), tuple(phases), zero3),
+        Part("master weights (FP32)", 0 if offload else int(4 * share), states, fewer),
+        Part("optimizer state", 0 if offload else int(moments), states, fewer),
+        Part("gradients", _gradients(p, copies, stage, offload), states, zero3 or fewer),
+        Part("gradients in FP32 for the step", 0 if offload else int(4 * min(share, LIVE) if stage == 3 else 4 * share), (step,), fewer),
+    ]
+    if stage == 3:
+        live = max(min(p, LIVE), shape.largest, shape.largest_other)
+        parts.append(Part("gathered parameters (ZeRO-3)", int(2 * live), (backward, publish)))
+    mode = args.quant.cache
+    less = {"dequant": "--quant.cache packed", "packed": "--quant.cache none (quantizes in every forward)"}.get(mode, "")
+    parts.append(Part(f"quantization cache ({mode})", cache_bytes(scheme, mode, shape), tuple(phases), less))
+    if scheme.aligned and mode != "dequant":
+        parts.append(Part("one layer dequantized", int(2 * shape.largest), (backward,)))
+    tokens = micro_batch_tokens(args)
+    parts += _activations(args, shape, tokens, backward)
+    if args.algo.kl.init_coef > 0 and not args.ref.offload:
+        parts.append(Part("reference model", int(2 * (p / copies if stage == 3 else p)), tuple(phases), "--ref.offload"))
+    largest = max(int(shape.largest * packed_bytes(scheme)), 2 * shape.largest_other)
+    buffers = 2 * max(int(args.sync.bucket_mb * 2**20), largest)
+    parts.append(Part("sync buffers (rank 0)", buffers, tuple(phases)))
+    host = 0
+    if offload or sleeps:
+        nodes = args.actor.num_nodes
+        host = int((4 * p + 4 * (p + adam) + (4 if offload else 2) * p) / nodes)
+    return Estimate("each learner GPU", parts, host, [f"{tokens:,} tokens in the largest micro-batch"])
+
+
+def _gradients(p: int, copies: int, stage: int, offload: bool) -> int:
+    if stage == 0:
+        return 2 * p
+    kept = 2 * p if stage == 1 else 2 * p // copies
+    return min(BUCKET, 2 * p) + (0 if offload else kept)
+
+
+def _activations(args, shape: ModelShape, tokens: int, phase: str) -> list[Part]:
+    """Activations of the layers and logits of one micro-batch, BF16, attention without a [T, T] matrix."""
+    attention = shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
+    # residuals, norms (in float32, too), rotated q and k, attention output, gate, up, their product
+    layer = 2 * tokens * (10 * shape.hidden + 3 * attention + 4 * shape.mlp + 3 * shape.experts_hidden)
+    checkpointing = args.actor.gradient_checkpointing_enable
+    shorter = "--train.max_tokens_per_gpu" if args.train.dynamic_batch_enable else "--train.micro_batch_size"
+    shorter = f"a smaller {shorter} or --data.max_len"
+    if checkpointing:
+        kept = 2 * tokens * shape.hidden * shape.layers + 2 * layer  # one layer at work: its activations and their gradients
+        advice = shorter
+    else:
+        kept, advice = layer * (shape.layers + 1), "--actor.gradient_checkpointing_enable"
+    return [
+        Part("activations", int(kept), (phase,), advice),
+        Part("logits", LOGITS * tokens * shape.vocabulary, (phase,), shorter),
+    ]
+
+
+def _engine(args, shape: ModelShape, phases: list[str], shared: bool) -> Estimate:
+    scheme, tp = QuantScheme.parse(args.quant.scheme), args.vllm.tensor_parallel_size
+    weights = int((shape.quantized * packed_bytes(scheme) + 2 * (shape.parameters - shape.quantized)) / tp)
+    asleep = shared and args.vllm.enable_sleep
+    everywhere = ("rollout",) if asleep else tuple(phases)
+    less = "a smaller --vllm.gpu_memory_utilization" + ("" if asleep or not shared else ", or --vllm.enable_sleep")
+    parts = [
+        Part("engine weights", weights, ("rollout", "publish") if asleep else tuple(phases), "a larger --vllm.tensor_parallel_size"),
+        Part("engine working memory", ENGINE_WORK, everywhere),
+        Part("KV cache", 0, everywhere, less),  # filled in by complete()
+    ]
+    if shared:
+        parts.append(Part("CUDA context, NCCL (engine)", CONTEXT, tuple(phases)))
+    else:
+        parts.append(Part("CUDA context, NCCL (engine)", CONTEXT, ("rollout",)))
+    return Estimate("each engine GPU", parts, weights if asleep else 0)
+
+
+def kv_bytes_per_token(shape: ModelShape, tp: int) -> int:
+    """BF16 keys and values of one token on one engine rank (vLLM gives each rank at least one head)."""
+    return 2 * 2 * shape.layers * max(1, shape.kv_heads // tp) * shape.head_dim
+
+
+def complete(estimates: list[Estimate], args, shape: ModelShape, card: int | None) -> list[str]:
+    """Fill in the KV cache that vLLM will take on a card of so many bytes (None: room for one response of the longest kind).
+
+    Returns problems of the engine itself: no room for a single response.
+    """
+    tp = args.vllm.tensor_parallel_size
+    each = kv_bytes_per_token(shape, tp) * args.data.max_len
+    problems = []
+    for one in estimates:
+        parts = {part.name: part for part in one.parts}
+        if "KV cache" not in parts:
+            continue
+        if card is None:
+            parts["KV cache"].bytes = each
+            continue
+        share = args.vllm.gpu_memory_utilization
+        beside = parts["engine weights"].bytes + ENGINE_WORK + CONTEXT
+        room = int(card * share) - beside
+        parts["KV cache"].bytes = max(0, room)
+        if room < each:
+            problems.append(
+                f"no KV cache: --vllm.gpu_memory_utilization {share:g} of {gib(card)} leaves {gib(room)} beside engine weights "
+                f"({gib(parts['engine weights'].bytes)}) and working memory, and one response of --data.max_len "
+                f"{args.data.max_len} needs {gib(each)}: raise it or --vllm.tensor_parallel_size, or lower --data.max_len"
+            )
+        one.notes.append(f"KV cache: {max(0, room) // each} responses of {args.data.max_len:,} tokens at a time")
+    return problems

@@ -1,0 +1,64 @@
+"""The estimate against what is measured: the cache's own bytes, the published tensors, the optimizer of the recipe."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from qarl_openrlhf.planning.memory import GIB, Estimate, ModelShape, Part, cache_bytes, packed_bytes
+from qarl_openrlhf.quant.convert import convert_model, published_tensors
+from qarl_openrlhf.quant.scheme import QuantScheme
+from tests.tiny_models import make_model
+
+
+def converted(family: str, scheme: str, mode: str):
+    model = make_model(family, hidden=256)
+    report = convert_model(model, QuantScheme.parse(scheme), cache=mode)
+    return model, ModelShape.of(model, report, model.config)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("scheme", ["w4a16:g64", "w4a16:g32", "w8a8"])
+@pytest.mark.parametrize("mode", ["packed", "none"])
+def test_cache_and_push_are_as_large_as_estimated(family, scheme, mode):
+    model, shape = converted(family, scheme, mode)
+    sent = dict(published_tensors(model, QuantScheme.parse(scheme)))
+    expected = cache_bytes(QuantScheme.parse(scheme), mode, shape)
+    # row scales of 8-bit weights are not counted: 2 of K bytes, and K is small here
+    assert model.quant_cache.nbytes == pytest.approx(expected, rel=0.04 if scheme == "w8a8" else 0.005, abs=0 if expected else 1)
+    estimate = shape.quantized * packed_bytes(QuantScheme.parse(scheme)) + 2 * (shape.parameters - shape.quantized)
+    assert sum(tensor.nbytes for tensor in sent.values()) == pytest.approx(estimate, rel=0.04)
+
+
+def test_dequant_adds_a_bf16_copy():
+    _, shape = converted("qwen3", "w4a16:g64", "packed")
+    scheme = QuantScheme.parse("w4a16:g64")
+    assert cache_bytes(scheme, "dequant", shape) - cache_bytes(scheme, "packed", shape) == 2 * shape.quantized
+    assert cache_bytes(QuantScheme.parse("bf16"), "dequant", shape) == 0
+
+
+def test_muon_and_adamw_split_the_parameters():
+    model, shape = converted("qwen3_moe", "w4a16:g64", "packed")
+    from qarl_openrlhf.optim.groups import parameter_groups
+
+    muon = dict(lr=1.0, momentum=0.9, nesterov=True, ns_steps=5, scale="spectral")
+    adam = dict(lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    counted = {"muon": 0, "adamw": 0}
+    for group in parameter_groups(model, muon, adam):
+        counted[group["algorithm"]] += sum(p.numel() for p in group["params"])
+    assert counted == {"muon": shape.matrices, "adamw": shape.parameters - shape.matrices}
+
+
+def test_problem_names_the_largest_part_that_a_flag_lowers():
+    parts = [Part("fixed", 30 * GIB, ("a", "b")), Part("small", 5 * GIB, ("a",), "--x"), Part("large", 9 * GIB, ("a",), "--y")]
+    problem = Estimate("each GPU", parts).problem(40 * GIB)
+    assert "'a'" in problem and "lower large (9.0 GiB): --y; or small (5.0 GiB): --x" in problem
+    assert Estimate("each GPU", parts[:1]).problem(40 * GIB) is None
+
+
+def test_tied_embeddings_count_once():
+    model = make_model("qwen2", hidden=256, tied=True)
+    report = convert_model(model, QuantScheme.parse("bf16"), cache="none")
+    shape = ModelShape.of(model, report, model.config)
+    assert shape.parameters == sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
+    assert dataclasses.is_dataclass(shape) and next(model.parameters()).dtype == torch.bfloat16

@@ -1,0 +1,134 @@
+"""Every scripts/train_*.sh: the command it makes is one that train_qarl takes, and its dry run fits the card it is for.
+
+The scripts run; train_qarl then runs in this process on hand-written config.json files of the models' shapes.
+"""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qarl_openrlhf.cli import train_qarl
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = Path(__file__).parent / "configs"
+RECIPES = {
+    "qwen2.5_math_1.5b": ("qwen2.5-math-1.5b", 1.54e9),
+    "qwen2.5_math_7b": ("qwen2.5-math-7b", 7.6e9),
+    "qwen3_8b": ("qwen3-8b", 8.2e9),
+    "qwen3_30b_a3b": ("qwen3-30b-a3b", 30.5e9),
+    "qwen2.5_math_1.5b_1gpu": ("qwen2.5-math-1.5b", 1.54e9),
+    "qwen3_8b_1gpu": ("qwen3-8b", 8.2e9),
+}
+ARMS = ("bf16", "rollout", "qarl")
+
+
+def run_script(recipe: str, *flags: str, **env: str) -> subprocess.CompletedProcess:
+    model = str(CONFIGS / RECIPES[recipe][0])
+    command = ["bash", str(ROOT / f"scripts/train_{recipe}.sh"), "--actor.model_name_or_path", model, "--dry_run", *flags]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("QARL_")}
+    return subprocess.run(command, env={**inherited, "QARL_PRINT_COMMAND": "1", **env}, capture_output=True, text=True)
+
+
+def command_of(recipe: str, arm: str, *flags: str, **env: str) -> list[str]:
+    done = run_script(recipe, *flags, ARM=arm, **env)
+    assert done.returncode == 0, done.stderr
+    python, *module = (words := shlex.split(done.stdout))[:3]
+    assert python.endswith("bin/python") and module == ["-m", "qarl_openrlhf.cli.train_qarl"]
+    return words[3:]
+
+
+def test_every_script_is_tested():
+    assert {path.stem.removeprefix("train_") for path in (ROOT / "scripts").glob("train_*.sh")} == set(RECIPES)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dry_run(recipe, arm, capsys):
+    train_qarl.main(command_of(recipe, arm))  # SystemExit if anything does not fit
+    text = capsys.readouterr().out
+    one_gpu = recipe.endswith("_1gpu")
+    assert "8 optimizer steps of" in text and ("= 4096 samples" in text) is not one_gpu
+    assert f"{1 if one_gpu else 8} GPUs (actor {1 if one_gpu else 8}, engines shared)" in text
+    assert "fits a card of 24.0 GiB" in text if recipe == "qwen2.5_math_1.5b_1gpu" else "fits a card of 80.0 GiB" in text
+    assert "KV cache" in text and "logits" in text and ("optimizer state" in text) is not ("--ds.adam_offload True" in text)
+    assert "--sync.transport ipc" in text
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.endswith("_1gpu")])
+def test_the_papers_setting(recipe):
+    args, _, _ = train_qarl.resolve(command_of(recipe, "qarl"))
+    assert args.quant.scheme == "w4a16" and args.objective.name == "tbpo" and args.objective.hyperparameters == {}
+    rollout, train, actor = args.rollout, args.train, args.actor
+    assert (rollout.batch_size, rollout.n_samples_per_prompt, train.batch_size) == (512, 8, 512)
+    assert (args.data.max_len, rollout.max_new_tokens, rollout.temperature, rollout.top_p) == (2048 + 16384, 16384, 1.0, 1.0)
+    assert (actor.optim, actor.muon.lr, actor.adam.weight_decay) == ("muon", 1e-6, 0.01)
+    assert args.algo.advantage.estimator == "group_norm" and args.algo.kl.init_coef == 0 and not args.algo.kl.use_loss
+    assert train.max_tokens_per_gpu == (18432 if "30b" in recipe else 22528)
+
+
+@pytest.mark.parametrize("recipe, baseline", [("qwen3_8b", "grpo_tis"), ("qwen3_30b_a3b", "gspo")])
+def test_baseline_arms(recipe, baseline):
+    for arm, scheme in (("bf16", "bf16"), ("rollout", "w4a16:rollout")):
+        args, _, _ = train_qarl.resolve(command_of(recipe, arm))
+        assert (args.quant.scheme, args.objective.name) == (scheme, baseline)
+
+
+def test_flags_of_the_user_win_and_nodes_scale_the_engines():
+    args, _, resources = train_qarl.resolve(
+        command_of("qwen3_30b_a3b", "qarl", "--quant.scheme", "fp8", "--vllm.tensor_parallel_size", "1", "--vllm.num_engines", "16", QARL_NODES="2")
+    )
+    assert args.quant.scheme == "fp8" and args.vllm.num_engines == resources.gpus == 16
+    args, _, _ = train_qarl.resolve(command_of("qwen3_30b_a3b", "qarl", QARL_NODES="4"))
+    assert (args.actor.num_nodes, args.vllm.num_engines) == (4, 16)
+
+
+def test_short_responses_get_wider_bands():
+    args, _, _ = train_qarl.resolve(command_of("qwen3_8b_1gpu", "qarl"))
+    assert args.objective.name == "tbpo" and args.objective.hyperparameters["band_scale"] == pytest.approx((16384 / 4000) ** 0.5)
+
+
+@pytest.mark.parametrize("env, message", [({"ARM": "int4"}, "use bf16, rollout or qarl"), ({"ARM": "qarl", "QARL_GPUS_PER_NODE": "3"}, "engines of TP 2")])
+def test_wrong_environment_is_refused(env, message):
+    done = run_script("qwen3_30b_a3b", **env)
+    assert done.returncode == 2 and message in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "recipe, flags, message",
+    [
+        ("qwen3_8b", ["--dry_run_gpu_gb", "48"], "lower logits"),
+        ("qwen3_8b", ["--ds.zero_stage", "2"], "needs about"),
+        ("qwen3_30b_a3b", ["--train.max_tokens_per_gpu", "22528"], "--quant.cache none"),
+        ("qwen3_8b", ["--vllm.gpu_memory_utilization", "0.1"], "no KV cache"),
+        ("qwen3_8b", ["--vllm.gpu_memory_utilization", "0.97"], "lower KV cache"),
+        ("qwen3_8b_1gpu", ["--dry_run_gpu_gb", "24"], "23.3 GiB of the card are usable"),
+        ("qwen2.5_math_1.5b_1gpu", ["--data.max_len", "5120"], "does not fit the 4096 positions"),
+        ("qwen2.5_math_7b", ["--model.max_positions", "16384"], "does not fit the 16384 positions"),
+        ("qwen3_8b", ["--rollout.max_new_tokens", "18432"], "leaves no room for a prompt"),
+        ("qwen3_30b_a3b", ["--vllm.tensor_parallel_size", "4", "--vllm.num_engines", "2"], "use TP 1 or 2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_fails_and_names_what_to_lower(recipe, flags, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train_qarl.main(command_of(recipe, "qarl", *flags))
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES)[:4])
+def test_parameters_are_counted(recipe):
+    import torch
+
+    from qarl_openrlhf.cli import dry_run
+    from qarl_openrlhf.planning.memory import ModelShape
+    from qarl_openrlhf.planning.positions import load_config
+
+    args, _, _ = train_qarl.resolve(command_of(recipe, "qarl"))
+    config = load_config(args)
+    model, plan = dry_run._planned(args, config)
+    shape = ModelShape.of(model, plan, config)
+    assert next(model.parameters()).device == torch.device("meta")
+    assert shape.parameters == pytest.approx(RECIPES[recipe][1], rel=0.02)
+    assert shape.matrices == shape.quantized < shape.parameters
