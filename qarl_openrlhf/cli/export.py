@@ -1,0 +1,95 @@
+"""A training checkpoint as a directory that `vllm serve` loads: `python -m qarl_openrlhf.cli.export SOURCE --out DIR ...`.
+
+SOURCE: a DeepSpeed checkpoint of any ZeRO stage (OpenRLHF's --ckpt.path, its _actor, or one global_stepN; needs --model), a
+Hugging Face directory (OpenRLHF's --ckpt.output_dir, a *_hf directory), or a hub name. Every tensor written is read back and
+compared with the learner's, byte for byte; --verify also compares log-probs with an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from qarl_openrlhf.engine.offline import ENGINES, choose_engine, open_engine
+from qarl_openrlhf.quant import QuantError, QuantScheme
+from qarl_openrlhf.quant.export_directory import bf16_directory, export_directory, load_learner
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m qarl_openrlhf.cli.export", description="Writes a training checkpoint as a directory that `vllm serve` loads."
+    )
+    parser.add_argument("source", metavar="SOURCE", help="DeepSpeed checkpoint, Hugging Face directory, or hub name")
+    parser.add_argument("--out", required=True, help="directory to write; one that is there is replaced once the new one is complete")
+    parser.add_argument("--scheme", default="bf16", help="bf16 (default), w4a16[:gN], w8a8, fp8, w4a8")
+    parser.add_argument("--model", default=None, help="of a DeepSpeed checkpoint: the model it was trained from (config, tokenizer)")
+    parser.add_argument("--tag", default=None, help="of a DeepSpeed checkpoint: which one, e.g. global_step40 (default: the last)")
+    parser.add_argument("--skip", nargs="*", default=[], metavar="PATTERN", help="layers to leave unquantized (names or fnmatch patterns)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size the groups must fit; also of --verify's engine")
+    parser.add_argument("--verify", action="store_true", help="load it in vLLM and compare log-probs with the learner's forward")
+    parser.add_argument("--engine", default="auto", choices=ENGINES, help="--verify: vLLM's own kernels or our method for CPUs")
+    parser.add_argument("--tolerance", type=float, default=None, help="--verify: largest mean |difference| in nats (default: 0.1)")
+    return parser
+
+
+def check(args) -> QuantScheme:
+    """The scheme; SystemExit-worthy errors before anything slow begins."""
+    scheme = QuantScheme.parse(args.scheme.removesuffix(":rollout"))
+    if args.skip and args.engine == "qarl":
+        raise QuantError("--skip with --engine qarl: that engine quantizes every decoder layer; leave --engine out")
+    if args.verify:
+        import torch
+
+        chosen = choose_engine(args.engine, scheme, "cuda" if torch.cuda.is_available() else "cpu")
+        if args.skip and chosen == "qarl":
+            raise QuantError(f"--verify: {scheme} with --skip needs vLLM's own kernels (a GPU, or a CPU with AVX512)")
+    if Path(args.out).resolve() == Path(args.source).resolve():
+        raise QuantError(f"--out {args.out} is the source itself: name another directory")
+    return scheme
+
+
+def run(args) -> None:
+    scheme = check(args)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=_beside(args.out)) as scratch:
+        source = bf16_directory(args.source, Path(scratch) / "bf16", model=args.model, tag=args.tag)
+        model, report = load_learner(source, scheme, skip=tuple(args.skip), tp=args.tp)
+        print(report.table())
+        count = export_directory(model, source, args.out, scheme)
+    print(f"{args.out}: {count} tensors, byte for byte the learner's")
+    if args.verify:
+        verify(args, model)
+
+
+def _beside(out: str) -> str:
+    parent = Path(out).resolve().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    return str(parent)
+
+
+def verify(args, model) -> None:
+    """QuantError where the engine's log-probs are further from the learner's than the tolerance."""
+    from qarl_openrlhf.quant import verify as v
+
+    tolerance = v.TOLERANCE if args.tolerance is None else args.tolerance
+    length = min(v.LENGTH, model.config.get_text_config().max_position_embeddings - 1)
+    ids = v.learner_text(model, length)
+    mine = v.learner_log_probs(model, ids)
+    llm, engine = open_engine(args.out, engine=args.engine, max_model_len=length + 1, tp=args.tp, skip_tokenizer_init=True)
+    comparison = v.compare(v.engine_log_probs(llm, ids), mine)
+    name = {"vllm": "vLLM's own kernels", "qarl": "vLLM with our CPU method"}[engine]
+    print(f"{name}: {comparison}")
+    if not comparison.mean <= tolerance:
+        raise QuantError(f"{args.out}: the engine's log-probs are not the learner's ({comparison}; --tolerance {tolerance:g})")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    try:
+        run(args)
+    except QuantError as error:
+        raise SystemExit(f"export: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

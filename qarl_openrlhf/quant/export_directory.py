@@ -1,0 +1,95 @@
+"""Any training checkpoint -> a BF16 Hugging Face directory -> a directory of any scheme that `vllm serve` loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from qarl_openrlhf.quant import expert_names
+from qarl_openrlhf.quant.convert import ConversionReport, convert_model, published_tensors
+from qarl_openrlhf.quant.errors import QuantError
+from qarl_openrlhf.quant.export import export_checkpoint
+from qarl_openrlhf.quant.scheme import QuantScheme
+from qarl_openrlhf.quant.training_checkpoint import find_deepspeed, is_huggingface, read_deepspeed
+
+BF16 = QuantScheme.parse("bf16")
+
+
+def bf16_directory(source: str, out: str | Path, *, model: str | None = None, tag: str | None = None) -> str:
+    """Write a DeepSpeed checkpoint as BF16 safetensors to `out`; a Hugging Face directory (or hub name) is returned as it is.
+
+    model: the model the training began from, for config and tokenizer, which DeepSpeed's files lack.
+    """
+    path = Path(source)
+    if is_huggingface(path) or not path.exists():  # a name on the hub: transformers says if there is none
+        return source
+    step = find_deepspeed(path, tag)
+    if model is None:
+        raise QuantError(f"{source} is a DeepSpeed checkpoint, which has no config: name the model it was trained from with --model")
+    config = AutoConfig.from_pretrained(model)
+    config.dtype = torch.bfloat16
+    tensors = read_deepspeed(step)
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    with torch.device("meta"):
+        expected = {n: p.shape for n, p in AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).named_parameters()}
+    tensors = {name: tensor for name, tensor in tensors.items() if name in expected or "rotary" not in name}
+    wrong = [n for n in expected.keys() | tensors.keys() if n not in tensors or expected.get(n) != tensors[n].shape]
+    if wrong:
+        name = min(wrong)
+        here = list(tensors[name].shape) if name in tensors else "missing"
+        there = list(expected[name]) if name in expected else "missing"
+        raise QuantError(f"{step} is no checkpoint of {model}: {name} is {here} here, {there} there ({len(wrong)} parameters differ)")
+    export_checkpoint(tensors.items(), config, str(out), BF16, tokenizer=_tokenizer(model))
+    return str(out)
+
+
+def load_learner(directory: str, scheme: QuantScheme, *, skip: tuple[str, ...] = (), tp: int = 1) -> tuple[nn.Module, ConversionReport]:
+    """The learner of a BF16 directory: the model that training would run, with its quantized forward."""
+    config = AutoConfig.from_pretrained(directory)
+    if getattr(config, "quantization_config", None):
+        raise QuantError(f"{directory} is quantized already; an export starts from BF16 weights (quantizing twice changes the codes)")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    return model, convert_model(model, scheme, skip=skip, tp=tp)
+
+
+def export_directory(model: nn.Module, source: str, out: str | Path, scheme: QuantScheme) -> int:
+    """Write a loaded learner to `out` and read every byte back; returns the number of tensors."""
+    export_checkpoint(model, model.config, str(out), scheme, tokenizer=_tokenizer(source))
+    return check_bytes(model, out, scheme)
+
+
+def check_bytes(model: nn.Module, directory: str | Path, scheme: QuantScheme) -> int:
+    """QuantError naming the first tensor in `directory` that is not, bit for bit, what the learner publishes."""
+    written = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            written |= {name: path for name in file.keys()}  # noqa: SIM118  safe_open has no iterator
+    count = 0
+    for name, tensor in expert_names.to_checkpoint(published_tensors(model, scheme)):
+        path = written.pop(name, None)
+        if path is None:
+            raise QuantError(f"{directory} lacks {name}")
+        with safe_open(path, "pt") as file:
+            if not _same_bytes(file.get_tensor(name), tensor.cpu()):
+                raise QuantError(f"{name} in {path} differs from what the learner publishes")
+        count += 1
+    if written:
+        raise QuantError(f"{directory} has {len(written)} tensors too many, one is {min(written)}")
+    return count
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same_kind = a.dtype == b.dtype and a.shape == b.shape
+    return same_kind and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _tokenizer(source: str):
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):  # weights alone are an export, too; vLLM then needs --tokenizer
+        return None

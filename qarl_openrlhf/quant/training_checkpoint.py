@@ -1,0 +1,62 @@
+"""The BF16 tensors of a training checkpoint: DeepSpeed's directories (ZeRO 0 to 3) as OpenRLHF writes them.
+
+    CKPT/_actor/latest                                   the tag of the last one
+    CKPT/_actor/global_step40/mp_rank_00_model_states.pt              ZeRO 0 to 2: the BF16 parameters themselves
+    CKPT/_actor/global_step40/*_zero_pp_rank_*_optim_states.pt        ZeRO 3: the float32 master copy, in pieces
+
+What the learner ran, and published, are the BF16 parameters; under ZeRO 3 they are the float32 copy rounded, as DeepSpeed does.
+The files are pickles: read only checkpoints of your own.
+"""
+
+from __future__ import annotations
+
+import re
+from glob import glob
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qarl_openrlhf.quant.errors import QuantError
+
+
+def is_huggingface(directory: Path) -> bool:
+    return (directory / "config.json").is_file()
+
+
+def find_deepspeed(directory: str | Path, tag: str | None = None) -> Path:
+    """The directory with the files of one step: `directory` may be OpenRLHF's --ckpt.path, its _actor, or the step itself."""
+    directory = Path(directory)
+    root = directory / "_actor" if (directory / "_actor").is_dir() else directory
+    if tag is None and _holds_states(root):
+        return root
+    tags = sorted(path.name for path in root.iterdir() if path.is_dir() and _holds_states(path)) if root.is_dir() else []
+    if tag is None and (root / "latest").is_file():
+        tag = (root / "latest").read_text(encoding="utf-8").strip()
+    if tag in tags:
+        return root / tag
+    there = f"its checkpoints are {', '.join(tags)}; choose one with --tag" if tags else "it holds no checkpoint"
+    raise QuantError(
+        f"{directory} has no checkpoint {tag or '(and no file `latest`)'}: {there}. Expected: a Hugging Face directory "
+        "(config.json), OpenRLHF's --ckpt.path, its _actor, or one global_stepN of it"
+    )
+
+
+def _holds_states(directory: Path) -> bool:
+    return bool(glob(str(directory / "*_model_states.pt")))
+
+
+def read_deepspeed(step: Path) -> dict[str, Tensor]:
+    """{parameter name: BF16 tensor on the CPU} of one step's directory; names as in the Hugging Face model in memory."""
+    whole = step / "mp_rank_00_model_states.pt"
+    tensors = torch.load(whole, map_location="cpu", weights_only=False)["module"] if whole.is_file() else None
+    if tensors is None or any(tensor.numel() == 0 for tensor in tensors.values()):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        try:
+            tensors = get_fp32_state_dict_from_zero_checkpoint(str(step.parent), tag=step.name)
+        except (ValueError, FileNotFoundError) as error:
+            raise QuantError(f"{step}: {error} Every rank's files of one step are needed") from None
+    if any("lora_" in name for name in tensors):
+        raise QuantError(f"{step} holds LoRA weights; merge them (openrlhf.cli.lora_combiner) and export the result")
+    return {re.sub(r"^module\.", "", name): tensor.to(torch.bfloat16) for name, tensor in tensors.items()}

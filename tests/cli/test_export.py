@@ -1,0 +1,128 @@
+"""cli.export: checkpoints that DeepSpeed really wrote, every byte compared; with vLLM in the slow set."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qarl_openrlhf.cli import export
+from qarl_openrlhf.engine.offline import choose_engine, scheme_of
+from qarl_openrlhf.quant import QuantError, QuantScheme
+from qarl_openrlhf.quant.export_directory import check_bytes, load_learner
+from tests.tiny_models import save_tiny_model
+
+TRAIN = Path(__file__).with_name("zero_checkpoint_worker.py")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("base"), "qwen2", tied=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(base, tmp_path_factory):
+    """{stage: --ckpt.path} of one-step trainings, one process; and what each learner's parameters were."""
+    out = tmp_path_factory.mktemp("ckpt")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    subprocess.run([sys.executable, str(TRAIN), base, str(out), port], check=True, timeout=300)
+    return out
+
+
+def read(directory) -> dict:
+    return {name: t for path in Path(directory).glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_deepspeed_checkpoint_is_the_learner_s_parameters(base, checkpoints, tmp_path, stage):
+    export.main([str(checkpoints / f"zero{stage}"), "--model", base, "--out", str(tmp_path / "bf16")])
+    expected = torch.load(checkpoints / f"zero{stage}.pt")
+    written = read(tmp_path / "bf16")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    assert not torch.equal(written["model.norm.weight"], read(base)["model.norm.weight"])  # it was trained
+    assert (tmp_path / "bf16" / "tokenizer.json").is_file()
+
+
+def test_stages_export_the_same_codes_and_log_what_they_do(base, checkpoints, tmp_path, capsys):
+    source = str(checkpoints / "zero3" / "_actor" / "global_step1")
+    export.main([source, "--model", base, "--out", str(tmp_path / "q"), "--scheme", "w4a16:g64"])
+    assert "14 of 15 linear layers in w4a16:g64" in capsys.readouterr().out
+    export.main([str(checkpoints / "zero3"), "--model", base, "--out", str(tmp_path / "bf16")])
+    export.main([str(tmp_path / "bf16"), "--out", str(tmp_path / "q2"), "--scheme", "w4a16:g64:rollout"])
+    a, b = read(tmp_path / "q"), read(tmp_path / "q2")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "q", "q2"]  # no scratch left
+
+
+@pytest.mark.parametrize("name", ["bf16", "w4a16:g32", "w4a16:g64", "w8a8", "fp8"])
+def test_the_scheme_of_an_export_is_read_back(base, tmp_path, name):
+    export.main([base, "--out", str(tmp_path / "out"), "--scheme", name])
+    assert scheme_of(str(tmp_path / "out")) == QuantScheme.parse(name)
+
+
+def test_a_changed_byte_is_found(base, tmp_path):
+    out = tmp_path / "out"
+    export.main([base, "--out", str(out), "--scheme", "w8a8"])
+    model, _ = load_learner(base, QuantScheme.parse("w8a8"))
+    tensors = read(out)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] += 1
+    save_file(tensors, out / "model.safetensors")
+    with pytest.raises(QuantError, match=f"{name} in"):
+        check_bytes(model, out, QuantScheme.parse("w8a8"))
+    del tensors[name]
+    save_file(tensors, out / "model.safetensors")
+    with pytest.raises(QuantError, match=f"lacks {name}"):
+        check_bytes(model, out, QuantScheme.parse("w8a8"))
+
+
+def test_errors_name_what_would_work(base, checkpoints, tmp_path):
+    zero3, out = str(checkpoints / "zero3"), ["--out", str(tmp_path / "out")]
+    other = save_tiny_model(tmp_path / "other", "qwen2", hidden=128, tied=True)
+    export.main([base, "--out", str(tmp_path / "q"), "--scheme", "w8a8"])
+    cases = {
+        "name the model it was trained from with --model": [zero3],
+        "its checkpoints are global_step1; choose one with --tag": [zero3, "--model", base, "--tag", "global_step9"],
+        "it holds no checkpoint": [str(tmp_path)],
+        "is no checkpoint of": [zero3, "--model", other],
+        "is quantized already": [str(tmp_path / "q"), "--scheme", "w4a16:g64"],
+        "at TP 1 use w4a16:g32 or w4a16:g64": [base, "--scheme", "w4a16"],
+        "schemes are": [base, "--scheme", "int3"],
+        "is the source itself": [base, "--out", base],
+        "fp8 needs a GPU": [base, "--scheme", "fp8", "--verify"],
+    }
+    if not torch.cuda.is_available():
+        for message, arguments in cases.items():
+            with pytest.raises(SystemExit) as error:
+                export.main([*out, *arguments])
+            assert message in str(error.value), arguments
+        assert not (tmp_path / "out").exists()
+
+
+def test_engines_by_scheme_and_machine():
+    w4, w8, bf16 = map(QuantScheme.parse, ("w4a16:g64", "w8a8", "bf16"))
+    assert choose_engine("auto", w4, "cpu", avx512=False) == "qarl"
+    assert choose_engine("auto", w4, "cpu", avx512=True) == "vllm"
+    assert choose_engine("auto", w8, "cpu", avx512=False) == choose_engine("auto", bf16, "cpu", avx512=False) == "vllm"
+    assert choose_engine("auto", QuantScheme.parse("fp8"), "cuda") == "vllm"
+    with pytest.raises(QuantError, match="needs AVX512.*--engine qarl"):
+        choose_engine("vllm", w4, "cpu", avx512=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme, engine", [("w8a8", "vllm"), ("bf16", "vllm"), ("w4a16:g64", "qarl")])
+def test_verify_in_vllm(base, tmp_path, scheme, engine):
+    """In a process of its own: a vLLM engine leaves threads and process groups behind."""
+    command = [sys.executable, "-m", "qarl_openrlhf.cli.export", base, "--out", str(tmp_path / "out"), "--scheme", scheme]
+    done = subprocess.run([*command, "--verify", "--engine", engine], capture_output=True, text=True, timeout=600, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "508 tokens, |difference of log-probs|" in done.stdout
