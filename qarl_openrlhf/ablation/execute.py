@@ -144,5 +144,5 @@ def last_error(log: Path, lines: int = 400) -> str:
     if not log.is_file():
         return "no output"
     tail = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:] if line.strip()]
-    errors = [line for line in tail if "Error" in line.split(":")[0] or "error:" in line]
+    errors = [line for line in tail if line.split(":")[0].endswith(("Error", "Exception")) or "error:" in line]
     return (errors or tail or ["no output"])[-1][:400]

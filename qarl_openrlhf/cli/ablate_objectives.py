@@ -89,19 +89,22 @@ def _run(args, plan: Plan) -> list:
     def stop(*_):
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
-    with only_one_in(args.out):
-        for run in plan.runs:
-            is_finished(run)  # refuses directories of other flags before the first run starts
-        launch = ray_job_launcher(args.ray_address) if args.ray_address else launch_here
-        failed = execute(
-            plan.runs,
-            launch,
-            parallel=args.parallel,
-            keep_models=args.keep_models,
-            done=lambda run: write_summary(entries_below(args.out), args.out),
-        )
-        written = write_comparison(entries_below(args.out), args.out)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with only_one_in(args.out):
+            for run in plan.runs:
+                is_finished(run)  # refuses directories of other flags before the first run starts
+            launch = ray_job_launcher(args.ray_address) if args.ray_address else launch_here
+            failed = execute(
+                plan.runs,
+                launch,
+                parallel=args.parallel,
+                keep_models=args.keep_models,
+                done=lambda run: write_summary(entries_below(args.out), args.out),
+            )
+            written = write_comparison(entries_below(args.out), args.out)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print((args.out / "summary.md").read_text(encoding="utf-8"))
     print("written: " + ", ".join(str(path) for path in written))
     return failed
