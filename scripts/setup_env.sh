@@ -91,7 +91,7 @@ run() { # one step, its output in the log; its end shown when it fails
         exit 1
     fi
 }
-# Byte-compiling all of the stack takes longer than installing it; what is imported gets compiled at its first import.
+# Byte-compiling all of the stack takes longer than installing it; what is imported gets compiled by warm_imports.py.
 pip_install() { run "$venv/bin/python" -m pip install --no-deps --no-compile "$@"; }
 
 : >"$log"
@@ -114,6 +114,10 @@ else
     touch "$incomplete"
 fi
 pip_install --no-build-isolation -e "$root"
+if [ -e "$root/scripts/warm_imports.py" ] && [ "$(stamp_line 1)" != "$stack_hash" ]; then
+    # In a directory of its own, where nothing shadows what is installed.
+    (cd "$venv" && run env -u PYTHONDONTWRITEBYTECODE HF_HUB_OFFLINE=1 "$venv/bin/python" "$root/scripts/warm_imports.py")
+fi
 printf '%s\n%s\n' "$stack_hash" "$package_hash" >"$stamp"
 rm -f "$incomplete"
 say "$venv is ready ($kind, $((SECONDS - started)) s)"
