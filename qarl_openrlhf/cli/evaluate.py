@@ -1,0 +1,151 @@
+"""Benchmarks of a model: `python -m qarl_openrlhf.cli.evaluate MODEL --tasks aime24 math500 --out DIR`, and tables of several.
+
+MODEL: a Hugging Face directory, an export, a hub name or a DeepSpeed checkpoint (with --model); --scheme quantizes BF16 weights
+first. Samples k responses an item at temperature 0.6; a run that was stopped goes on where it was.
+`python -m qarl_openrlhf.cli.evaluate --table [NAME=]DIR ...` prints one table of runs that are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from statistics import fmean
+
+from qarl_openrlhf.cli.prepare_data import TEMPLATE, template_of
+from qarl_openrlhf.data.reasoning_gym import DataError
+from qarl_openrlhf.data.sources import EVAL
+from qarl_openrlhf.engine.offline import ENGINES
+from qarl_openrlhf.evaluation import harness, records, table
+from qarl_openrlhf.evaluation.items import DEFAULT_K, Settings, load_items
+from qarl_openrlhf.quant.errors import QuantError
+
+PROMPT_TOKENS = 2048  # the paper's; prompt and response together are the engine's max_model_len
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m qarl_openrlhf.cli.evaluate", description="Samples and scores benchmarks, or prints a table of evaluated runs."
+    )
+    add = parser.add_argument
+    add("source", nargs="?", metavar="MODEL", help="Hugging Face directory, export, hub name or DeepSpeed checkpoint")
+    add("--table", nargs="+", metavar="[NAME=]DIR", help="print the table of these evaluation directories and end")
+    add("--out", help="directory for samples and scores; one with the same settings is continued")
+    known = f"{', '.join([*EVAL, *harness.TASKS])}"
+    add("--tasks", nargs="+", default=list(EVAL), metavar="NAME|NAME=FILE", help=f"{known}; or files (default: {' '.join(EVAL)})")
+    add("--k", type=int, default=None, help="samples an item (default: 32 of AIME and AMC, 4 of the others)")
+    add("--temperature", type=float, default=0.6, help="default: %(default)s")
+    add("--top_p", type=float, default=1.0, help="default: %(default)s")
+    add("--max_tokens", type=int, default=16384, help="of a response (default: %(default)s)")
+    add("--template", type=template_of, default=TEMPLATE, help="prompt, with {problem} (default: %(default)r)")
+    add("--chat", choices=("auto", "on", "off"), default="auto", help="apply the tokenizer's chat template (auto: if it has one)")
+    add("--scheme", default=None, help="quantize BF16 weights to this first: w4a16[:gN], w8a8, fp8, w4a8")
+    add("--engine", default="auto", choices=ENGINES, help="vLLM's own kernels or our method for CPUs")
+    add("--model", default=None, help="of a DeepSpeed checkpoint: the model it was trained from")
+    add("--tag", default=None, help="of a DeepSpeed checkpoint: which one")
+    add("--limit", type=int, default=None, help="only the first N items of each task")
+    add("--seed", type=int, default=0)
+    add("--tp", type=int, default=1, help="tensor-parallel size of the engine")
+    add("--workers", type=int, default=max(1, min(8, len(os.sched_getaffinity(0)))), help="judging processes (default: %(default)s)")
+    return parser
+
+
+def check(args) -> None:
+    """DataError for what would fail later."""
+    if not args.source or not args.out:
+        raise DataError("MODEL and --out are needed (or --table DIR ...)")
+    if args.k is not None and args.k < 1 or args.limit is not None and args.limit < 1:
+        raise DataError("--k and --limit must be at least 1")
+    if args.temperature == 0 and args.k != 1:
+        raise DataError("--temperature 0 gives k equal samples: add --k 1")
+    if set(args.tasks) & set(harness.TASKS):
+        harness.require()
+
+
+def run(args) -> dict:
+    """Everything; returns the summary."""
+    check(args)
+    ours = [task for task in args.tasks if task not in harness.TASKS]
+    theirs = [task for task in args.tasks if task in harness.TASKS]
+    tasks = [load_items(task, args.limit) for task in ours]
+    names = [items[0].task for items in tasks if items]
+    if len(set(names)) < len(ours):
+        raise DataError("--tasks: two sets have one name, or one is empty; write NAME=FILE")
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    scores: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory(prefix=".weights-", dir=out) as scratch:
+        directory, scheme = weights(args, Path(scratch))
+        choice = {"engine": args.engine, "max_model_len": PROMPT_TOKENS + args.max_tokens, "tp": args.tp, "seed": args.seed}
+        if tasks:
+            scores |= sampled(args, directory, scheme, tasks, choice)
+        if theirs:
+            scores |= harness.run(directory, theirs, limit=args.limit, **choice)
+    summary = {"tasks": scores, "average": fmean(each["avg"] for each in scores.values())}
+    records.write_json(out / "summary.json", summary)
+    return summary
+
+
+def weights(args, scratch: Path) -> tuple[str, str]:
+    """(directory that vLLM can load, scheme string), exported to `scratch` where needed."""
+    from qarl_openrlhf.engine.offline import scheme_of
+    from qarl_openrlhf.quant import QuantScheme
+    from qarl_openrlhf.quant.export_directory import bf16_directory, export_directory, load_learner
+
+    directory = bf16_directory(args.source, scratch / "bf16", model=args.model, tag=args.tag)
+    if args.scheme is None:
+        return directory, str(scheme_of(directory))
+    scheme = QuantScheme.parse(args.scheme.removesuffix(":rollout"))
+    if not scheme.quantized:
+        return directory, "bf16"
+    model, _ = load_learner(directory, scheme, tp=args.tp)
+    export_directory(model, directory, scratch / "quantized", scheme)
+    return str(scratch / "quantized"), str(scheme)
+
+
+def sampled(args, directory: str, scheme: str, tasks: list, choice: dict) -> dict[str, dict]:
+    """Scores of the tasks that our runner samples."""
+    from transformers import AutoConfig
+
+    from qarl_openrlhf.engine.offline import open_engine
+    from qarl_openrlhf.evaluation.sample import Runner
+    from qarl_openrlhf.rewards.pool import JudgePool
+
+    positions = getattr(AutoConfig.from_pretrained(directory).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and choice["max_model_len"] > positions:
+        # prompts are short: give up room for them before responses are cut
+        choice = choice | {"max_model_len": positions}
+        if args.max_tokens >= positions:
+            raise DataError(f"--max_tokens {args.max_tokens}: {args.source} has {positions} positions for prompt and response together")
+    llm, engine = open_engine(directory, **choice)
+    chat = args.chat == "on" or (args.chat == "auto" and bool(llm.get_tokenizer().chat_template))
+    settings = Settings(
+        model=args.source, scheme=scheme, engine=engine, temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens,
+        template=args.template, chat=chat, seed=args.seed,
+    )  # fmt: skip
+    records.claim(Path(args.out), settings)
+    judges = JudgePool(size=args.workers)
+    try:
+        runner = Runner(llm, settings, Path(args.out), judges)
+        return {items[0].task: runner.run(items, args.k or DEFAULT_K.get(items[0].task, 4)) for items in tasks}
+    finally:
+        judges.close()
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    try:
+        if args.table:
+            print(table.markdown(table.read_runs(args.table)))
+            return
+        summary = run(args)
+    except (DataError, QuantError) as error:
+        raise SystemExit(f"evaluate: {error}") from None
+    print(json.dumps(summary, indent=2))
+    print(table.markdown(table.read_runs([args.out])))
+
+
+if __name__ == "__main__":
+    main()

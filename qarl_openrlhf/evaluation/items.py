@@ -1,0 +1,51 @@
+"""What is evaluated: the items of a task, and the settings a run of it has."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+
+from qarl_openrlhf.data.math_rows import problem_and_label
+from qarl_openrlhf.data.sources import EVAL, load_rows
+
+# Samples an item where --k is not given: small sets need many for a steady average. Ours; the paper does not print its k.
+DEFAULT_K = {"aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One problem. index: its place in the set, from 0."""
+
+    task: str
+    index: int
+    problem: str
+    label: str
+
+    def seed(self, seed: int) -> int:
+        """A seed of its own, whatever order or batch it is sampled in: a resumed run gives the same numbers."""
+        return int.from_bytes(hashlib.sha256(f"{seed}/{self.task}/{self.index}".encode()).digest()[:4], "big") >> 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that changes a score. max_tokens: of a response."""
+
+    model: str
+    scheme: str
+    engine: str
+    temperature: float
+    top_p: float
+    max_tokens: int
+    template: str
+    chat: bool
+    seed: int
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def load_items(argument: str, limit: int | None = None) -> list[Item]:
+    """Items of 'NAME', 'FILE' or 'NAME=FILE'; DataError names the flag, the set and the row."""
+    name, rows = load_rows(argument, EVAL, "--tasks")
+    pairs = [problem_and_label(row, f"{name}, row {number}") for number, row in enumerate(rows[:limit], 1)]
+    return [Item(name, index, problem, label) for index, (problem, label) in enumerate(pairs)]

@@ -1,0 +1,64 @@
+"""Results on disk: one line an item, written when all of its samples are judged, so that a run that was stopped goes on.
+
+    DIR/settings.json    what the samples depend on; a resumed run must have the same
+    DIR/TASK.jsonl       {"index", "problem", "label", "samples": [{"right", "answer", "verdict", "tokens", "finish", "text"}]}
+    DIR/summary.json     scores by task
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.data.reasoning_gym import DataError
+from qarl_openrlhf.evaluation.items import Item, Settings
+
+
+def claim(directory: Path, settings: Settings) -> None:
+    """Write settings.json, or find the same there; DataError names what differs."""
+    path = directory / "settings.json"
+    if path.is_file():
+        before, now = json.loads(path.read_text(encoding="utf-8")), settings.to_dict()
+        changed = [f"{key} {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]
+        if changed:
+            raise DataError(f"--out {directory} holds samples made otherwise ({'; '.join(changed)}): choose another directory")
+    write_json(path, settings.to_dict())
+
+
+def write_json(path: Path, content: dict) -> None:
+    with atomic_file(path) as part:
+        part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+class Records:
+    """The file of one task."""
+
+    def __init__(self, directory: Path, task: str):
+        self.path = directory / f"{task}.jsonl"
+
+    def read(self) -> dict[int, dict]:
+        """{index: record}; a line that was cut off (the process was killed) counts as not there."""
+        records = {}
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            records[record["index"]] = record
+        return records
+
+    def done(self, items: list[Item], k: int) -> dict[int, dict]:
+        """Records that stand: of these items, with at least k samples. DataError if the set itself has changed."""
+        records = self.read()
+        for item in items:
+            record = records.get(item.index)
+            if record and (record["problem"], record["label"]) != (item.problem, item.label):
+                raise DataError(f"{self.path}, item {item.index} is another problem than the set's now: choose another --out")
+        wanted = {item.index for item in items}
+        return {index: record for index, record in records.items() if index in wanted and len(record["samples"]) >= k}
+
+    def append(self, records: list[dict]) -> None:
+        torn = self.path.is_file() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n")
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write("\n" * bool(torn) + "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))

@@ -1,0 +1,159 @@
+"""The evaluation runner: scores, resuming, errors and tables; with vLLM on a made set in the slow set."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import combinations
+from types import SimpleNamespace
+
+import pytest
+
+from qarl_openrlhf.cli import evaluate
+from qarl_openrlhf.data.reasoning_gym import DataError
+from qarl_openrlhf.evaluation.items import Settings, load_items
+from qarl_openrlhf.evaluation.records import Records, claim
+from qarl_openrlhf.evaluation.sample import Runner
+from qarl_openrlhf.evaluation.scores import pass_at, task_scores
+from qarl_openrlhf.rewards.pool import JudgePool
+from tests.tiny_models import make_tokenizer, save_tiny_model
+
+SETTINGS = Settings("m", "bf16", "vllm", 0.6, 1.0, 8, "{problem} =", False, 0)
+
+
+@pytest.fixture(scope="module")
+def judges():
+    pool = JudgePool(seconds=30, size=1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Six sums as a set."""
+    path = tmp_path / "made.jsonl"
+    path.write_text("".join(json.dumps({"problem": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(6)))
+    return str(path)
+
+
+class Scripted:
+    """Stands in for `vllm.LLM`: sample j of an item is right if j < its first number; the real runner does the rest."""
+
+    def __init__(self):
+        self.tokenizer, self.asked = make_tokenizer(), []
+
+    def get_tokenizer(self):
+        return self.tokenizer
+
+    def generate(self, prompts, params, use_tqdm):
+        outputs = []
+        for prompt, p in zip(prompts, params, strict=True):
+            text = self.tokenizer.decode(prompt["prompt_token_ids"])
+            first = int(text.split("+")[0])
+            self.asked.append((first, p.n, p.seed))
+            texts = [f"\\boxed{{{first + 1 if j < first else 'none'}}}" for j in range(p.n)]
+            samples = [SimpleNamespace(text=t, token_ids=[1] * 5, finish_reason="length" if "none" in t else "stop") for t in texts]
+            outputs.append(SimpleNamespace(outputs=samples))
+        return outputs
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
+    for n, right, k in [(4, 1, 2), (5, 0, 3), (5, 5, 1), (6, 2, 3), (4, 3, 4)]:
+        draws = list(combinations(range(n), k))
+        assert pass_at(k, n, right) == pytest.approx(sum(min(draw) < right for draw in draws) / len(draws))
+
+
+def test_scores():
+    def record(*right):
+        return {"samples": [{"right": r, "tokens": 10, "finish": "stop", "answer": "1", "verdict": "ok"} for r in right]}
+
+    scores = task_scores([record(1, 1, 1), record(1, 0, 0), record(0, 0, 0)], k=3)
+    assert scores["avg"] == pytest.approx(4 / 9)
+    assert scores["pass"] == pytest.approx({"1": 4 / 9, "2": (1 + 2 / 3 + 0) / 3, "3": 2 / 3})
+    assert scores["spread"] == pytest.approx(((2 / 9) ** 2 / 3 + 2 * (1 / 9) ** 2 / 3) ** 0.5)
+    assert scores["stderr"] == pytest.approx((((5 / 9) ** 2 + (1 / 9) ** 2 + (4 / 9) ** 2) / 2 / 3) ** 0.5)
+
+
+def test_a_stopped_run_goes_on_and_gives_the_same(tmp_path, made, judges):
+    items, whole, stopped = load_items(f"sums={made}"), Scripted(), Scripted()
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    scores = Runner(whole, SETTINGS, tmp_path / "a", judges, at_once=8).run(items, 4)
+    assert (scores["items"], scores["k"]) == (6, 4)
+    assert scores["avg"] == pytest.approx((0 + 1 + 2 + 3 + 4 + 4) / 24)
+    assert scores["pass"]["4"] == pytest.approx(5 / 6)
+    assert scores["cut_off"] == pytest.approx(1 - scores["avg"]) and scores["tokens"] == 5
+    Runner(stopped, SETTINGS, tmp_path / "b", judges).run(items[:3], 4)
+    path = tmp_path / "b" / "sums.jsonl"
+    path.write_text(path.read_text()[:-40])  # killed while the third line was written
+    assert Runner(stopped, SETTINGS, tmp_path / "b", judges).run(items, 4) == scores
+    assert [first for first, _, _ in stopped.asked] == [0, 1, 2, 2, 3, 4, 5]
+    assert {ask[0]: ask for ask in stopped.asked}.items() == {ask[0]: ask for ask in whole.asked}.items()  # seeds, too
+    assert len({seed for _, _, seed in whole.asked}) == 6
+    assert Runner(None, SETTINGS, tmp_path / "b", judges).run(items, 2)["k"] == 2  # fewer samples: nothing to sample
+
+
+def test_other_settings_or_another_set_are_refused(tmp_path, made):
+    claim(tmp_path / "r", SETTINGS)
+    claim(tmp_path / "r", SETTINGS)
+    with pytest.raises(DataError, match="temperature 0.6, now 1.0.*another directory"):
+        claim(tmp_path / "r", Settings(**SETTINGS.to_dict() | {"temperature": 1.0}))
+    Records(tmp_path, "sums").append([{"index": 0, "problem": "9 + 9", "label": "18", "samples": [{}]}])
+    with pytest.raises(DataError, match="item 0 is another problem"):
+        Records(tmp_path, "sums").done(load_items(f"sums={made}"), 1)
+
+
+def test_arguments_are_checked_before_an_engine_starts(tmp_path, made):
+    model = save_tiny_model(tmp_path / "model", "llama")
+    cases = {
+        "MODEL and --out are needed": [],
+        "add --k 1": [model, "--out", "o", "--temperature", "0"],
+        "--k and --limit": [model, "--out", "o", "--k", "0"],
+        "--tasks aime99: neither a file nor one of aime24": [model, "--out", "o", "--tasks", "aime99"],
+        "two sets have one name": [model, "--out", str(tmp_path / "o"), "--tasks", made, f"made={made}"],
+        "has 512 positions": [model, "--out", str(tmp_path / "o"), "--tasks", made],
+        "needs a GPU": [model, "--out", str(tmp_path / "p"), "--tasks", made, "--scheme", "fp8", "--max_tokens", "8"],
+        "--table": ["--table", str(tmp_path)],
+    }
+    if find_spec("lm_eval") is None:
+        cases["not installed: pip install 'lm-eval"] = [model, "--out", "o", "--tasks", "mmlu-pro"]
+    for message, arguments in cases.items():
+        with pytest.raises(SystemExit) as error:
+            evaluate.main(arguments)
+        assert message in str(error.value), arguments
+
+
+def test_table_of_runs(tmp_path, capsys):
+    def summary(name, **scores):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps({"tasks": {task: {"avg": avg} for task, avg in scores.items()}}))
+        return str(tmp_path / name)
+
+    bf16, seed0, seed1 = summary("a", math500=0.8, aime24=0.3), summary("b", math500=0.7, aime24=0.2), summary("c", math500=0.72, aime24=0.22)
+    part = summary("d", math500=0.5)
+    evaluate.main(["--table", f"bf16={bf16}", f"qarl={seed0}", f"qarl={seed1}", part])
+    assert capsys.readouterr().out.splitlines() == [
+        "| run | aime24 | math500 | average |",
+        "|---|---|---|---|",
+        "| bf16 | 30.0 | 80.0 | 55.0 |",
+        "| qarl | 21.0 ± 1.4 | 71.0 ± 1.4 | 46.0 ± 1.4 |",
+        "| d | - | 50.0 | - |",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16:g64"])
+def test_with_vllm_on_a_made_set(tmp_path, made, scheme):
+    """In a process of its own, twice: the second finds all samples done."""
+    model = save_tiny_model(tmp_path / "model", "qwen3")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "qarl_openrlhf.cli.evaluate", model, "--tasks", f"sums={made}", "--out", str(out), "--k", "3"]
+    command += ["--max_tokens", "16", "--template", "{problem} =", "--scheme", scheme, "--workers", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    records = [json.loads(line) for line in (out / "sums.jsonl").read_text().splitlines()]
+    assert [len(record["samples"]) for record in records] == [3] * 6
+    assert len({sample["text"] for sample in records[0]["samples"]}) > 1  # really k different samples
+    scores = json.loads((out / "summary.json").read_text())["tasks"]["sums"]
+    assert (scores["items"], scores["k"]) == (6, 3) and 0 <= scores["avg"] <= 1 and 0 < scores["tokens"] <= 16
+    assert json.loads((out / "settings.json").read_text())["engine"] == ("vllm" if scheme == "bf16" else "qarl")
+    assert "| average |" in done.stdout and not list(out.glob(".weights-*"))
