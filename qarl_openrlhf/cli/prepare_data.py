@@ -106,7 +106,7 @@ def template_of(text: str) -> str:
     return text
 
 
-def main(argv: list[str] | None = None) -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m qarl_openrlhf.cli.prepare_data",
         description="Writes training prompts and evaluation sets as jsonl, the training set without what the evaluation sets have.",
@@ -121,7 +121,11 @@ def main(argv: list[str] | None = None) -> None:
         help=f"evaluation sets, which the training set is cleared of (default: {' '.join(EVAL)}); files: .jsonl, .json, .parquet",
     )
     parser.add_argument("--template", default=TEMPLATE, type=template_of, help="prompt, with {problem} (default: %(default)r)")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     try:
         print(json.dumps(prepare(args), indent=2))
     except DataError as error:
