@@ -88,19 +88,33 @@ def deepspeed_run(directory: str, stage: int, world: int, rank: int, accumulate:
     engine = actor.model
     engine.train()
     muon = engine.basic_optimizer
-    counts, norms = [], []
-    for step, micro_batches in enumerate(batches(world, accumulate)):
-        for ids in micro_batches[:, rank]:
+    data = batches(world, accumulate)[:, :, rank]
+
+    def take_step(step: int) -> None:
+        for ids in data[step]:
             loss = engine(input_ids=ids, labels=ids).loss * LOSS_SCALE[step]
             strategy.backward(loss, actor, optimizer)
             strategy.optimizer_step(optimizer, actor, scheduler)
+
+    def parameters() -> dict[str, torch.Tensor]:
+        live = dict(engine.module.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(live.values()), enabled=stage == 3):
+            return {name: p.detach().float().clone() for name, p in live.items()}
+
+    start, counts, norms = parameters(), [], []
+    for step in range(STEPS):
+        if step == 1:
+            engine.save_checkpoint(f"{directory}.checkpoint{stage}", tag="one")
+        take_step(step)
         counts.append(muon.orthogonalized)
         norms.append(float(strategy.get_grad_norm(actor)))
-    parameters = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=stage == 3):
-        after = {name: p.detach().float().clone() for name, p in parameters.items()}
+    after = parameters()
     moments = [s for s in muon.state.values() if "momentum_buffer" in s]
-    return {"after": after, "counts": counts, "norms": norms, "groups": len(muon.param_groups), "moments": len(moments)}
+    result = {"start": start, "after": after, "counts": counts, "norms": norms, "groups": len(muon.param_groups), "moments": len(moments)}
+    engine.load_checkpoint(f"{directory}.checkpoint{stage}", tag="one")
+    take_step(1)
+    resumed = parameters()
+    return result | {"resumed": all(torch.equal(after[name], p) for name, p in resumed.items())}
 
 
 def reference_run(directory: str, world: int, accumulate: int, scale: str, clip: bool = True) -> dict:
