@@ -48,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", type=int, default=None, help="only the first N items of each task")
     add("--seed", type=int, default=0)
     add("--tp", type=int, default=1, help="tensor-parallel size of the engine")
+    add("--gpu_memory_utilization", type=float, default=None, help="share of the device's memory (default: 0.9; on a CPU 0.3)")
     add("--workers", type=int, default=max(1, min(8, len(os.sched_getaffinity(0)))), help="judging processes (default: %(default)s)")
     return parser
 
@@ -79,6 +80,7 @@ def run(args) -> dict:
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=out) as scratch:
         directory, scheme = weights(args, Path(scratch))
         choice = {"engine": args.engine, "max_model_len": PROMPT_TOKENS + args.max_tokens, "tp": args.tp, "seed": args.seed}
+        choice["memory"] = args.gpu_memory_utilization
         if tasks:
             scores |= sampled(args, directory, scheme, tasks, choice)
         if theirs:

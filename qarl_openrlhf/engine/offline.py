@@ -15,6 +15,7 @@ from qarl_openrlhf.quant.errors import QuantError
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 ENGINES = ("auto", "vllm", "qarl")
+MEMORY = {"cpu": 0.3, "cuda": 0.9}  # share of the device's memory; vLLM's own 0.92 of a CPU's is refused where anything else runs
 
 
 def scheme_of(directory: str) -> QuantScheme:
@@ -72,14 +73,25 @@ def choose_engine(requested: str, scheme: QuantScheme, device: str, *, avx512: b
     return "vllm" if requested == "auto" else requested
 
 
-def engine_settings(directory: str, *, engine: str = "auto", max_model_len: int, seed: int = 0, tp: int = 1) -> tuple[dict, str]:
-    """(keywords of `vllm.LLM` beside the model, "vllm" or "qarl"); sets the process environment vLLM needs here."""
+def engine_settings(
+    directory: str, *, engine: str = "auto", max_model_len: int, seed: int = 0, tp: int = 1, memory: float | None = None
+) -> tuple[dict, str]:
+    """(keywords of `vllm.LLM` beside the model, "vllm" or "qarl"); sets the process environment vLLM needs here.
+
+    memory: vLLM's gpu_memory_utilization, the share of the device's memory (default: MEMORY).
+    """
     device = runtime.resolve_device("auto")
     runtime.set_environment(device)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: an error is ours to see
     scheme = scheme_of(directory)
     chosen = choose_engine(engine, scheme, device)
-    settings: dict = {"max_model_len": max_model_len, "seed": seed, "tensor_parallel_size": tp, "logprobs_mode": "processed_logprobs"}
+    settings: dict = {
+        "max_model_len": max_model_len,
+        "seed": seed,
+        "tensor_parallel_size": tp,
+        "gpu_memory_utilization": memory or MEMORY[device],
+        "logprobs_mode": "processed_logprobs",
+    }
     if device == "cpu":
         from qarl_openrlhf.engine.config import ONE_PROCESS
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 
 # OpenRLHF decodes with special tokens: an end-of-turn token is no part of the answer.
-END_TOKENS = re.compile(r"(?:<\|[^<>|]*\|>|<(?:/s|end_of_turn|eos)>|\s)+\Z")
-ENDED = re.compile(r"(?:<\|[^<>|]*\|>|<(?:/s|end_of_turn|eos)>)\s*\Z")
+END_TOKEN = re.compile(r"<(?:\|[^<>|]{1,60}\||/s|end_of_turn|eos)>\Z")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BETWEEN_BOXES = re.compile(r"(?:\$|,|;|\s|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\[()\[\]]|\\q?quad)*\Z")
 ANNOUNCED = re.compile(r"(?:####|\banswers?\s*(?:is|are|:|=)\s*:?|\banswer\b\*\*:?)", re.I)
@@ -21,9 +20,20 @@ MAX_ANSWER_CHARS = 1000  # a longer "answer" is text; judging it would cost seco
 TAIL_CHARS = 4000  # how far from the end a plain answer is looked for
 
 
+def strip_end(response: str) -> tuple[str, bool]:
+    """(the response without white space and end-of-sequence tokens at its end, whether it had such a token).
+
+    A loop over the end of the text: one expression for all of it takes quadratic time on a response of blank lines.
+    """
+    text, ended = response.rstrip(), False
+    while match := END_TOKEN.search(text, max(0, len(text) - 64)):
+        text, ended = text[: match.start()].rstrip(), True
+    return text, ended
+
+
 def find_answer(response: str, *, boxed_only: bool = False) -> str | None:
     """The answer's text without dollar signs, or None where there is none (or one of more than MAX_ANSWER_CHARS)."""
-    text = END_TOKENS.sub("", response)
+    text, _ = strip_end(response)
     if "</think>" in text:
         text = text.rsplit("</think>", 1)[1]
     elif "<think>" in text:

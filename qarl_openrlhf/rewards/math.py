@@ -19,7 +19,7 @@ or arguments of a reward file of your own:
 
 from __future__ import annotations
 
-from qarl_openrlhf.rewards.answers import ENDED, find_answer
+from qarl_openrlhf.rewards.answers import find_answer, strip_end
 from qarl_openrlhf.rewards.math_options import MathOptions
 from qarl_openrlhf.rewards.reasoning_gym import response_of
 
@@ -28,7 +28,7 @@ def score(response: str, label: str, options: MathOptions) -> tuple[bool, dict[s
     """(right, extra logs: shares of responses without an answer, over the time limit, cut off). Blocks up to the limit."""
     if not str(label).strip():
         raise ValueError("the label is empty; was --data.label_key label given?")
-    ended = bool(ENDED.search(response))
+    _, ended = strip_end(response)
     answer = find_answer(response, boxed_only=options.answer == "boxed")
     if (options.think and "</think>" not in response) or (options.overlong == "zero" and not ended):
         right, why = False, "format"

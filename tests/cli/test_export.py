@@ -25,30 +25,56 @@ def base(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("base"), "qwen2", tied=True)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(base, tmp_path_factory):
-    """{stage: --ckpt.path} of one-step trainings, one process; and what each learner's parameters were."""
-    out = tmp_path_factory.mktemp("ckpt")
+def train(base: str, out: Path, world: int) -> Path:
+    """{stage: --ckpt.path} of one-step trainings, and what each learner's parameters were: see the worker."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    subprocess.run([sys.executable, str(TRAIN), base, str(out), port], check=True, timeout=300)
+    ranks = [subprocess.Popen([sys.executable, str(TRAIN), base, str(out), port, str(rank), str(world)]) for rank in range(world)]
+    try:
+        assert [rank.wait(300) for rank in ranks] == [0] * world
+    finally:
+        for rank in ranks:
+            rank.kill()
     return out
+
+
+@pytest.fixture(scope="module")
+def checkpoints(base, tmp_path_factory):
+    return train(base, tmp_path_factory.mktemp("ckpt"), world=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoints_of_two(base, tmp_path_factory):
+    return train(base, tmp_path_factory.mktemp("ckpt2"), world=2)
 
 
 def read(directory) -> dict:
     return {name: t for path in Path(directory).glob("*.safetensors") for name, t in load_file(path).items()}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_deepspeed_checkpoint_is_the_learner_s_parameters(base, checkpoints, tmp_path, stage):
-    export.main([str(checkpoints / f"zero{stage}"), "--model", base, "--out", str(tmp_path / "bf16")])
-    expected = torch.load(checkpoints / f"zero{stage}.pt")
-    written = read(tmp_path / "bf16")
+def assert_is_the_learner(base: str, directory: Path, stage: int, out: Path) -> None:
+    export.main([str(directory / f"zero{stage}"), "--model", base, "--out", str(out)])
+    expected, written = torch.load(directory / f"zero{stage}.pt"), read(out)
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], expected[name]) for name in expected)
     assert not torch.equal(written["model.norm.weight"], read(base)["model.norm.weight"])  # it was trained
-    assert (tmp_path / "bf16" / "tokenizer.json").is_file()
+    assert (out / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_deepspeed_checkpoint_is_the_learner_s_parameters(base, checkpoints, tmp_path, stage):
+    assert_is_the_learner(base, checkpoints, stage, tmp_path / "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_so_is_one_of_two_ranks(base, checkpoints_of_two, tmp_path, stage):
+    assert_is_the_learner(base, checkpoints_of_two, stage, tmp_path / "bf16")
+    if stage == 3:
+        next((checkpoints_of_two / "zero3" / "_actor" / "global_step1").glob("*rank_1*optim_states.pt")).unlink()
+        with pytest.raises(SystemExit, match="Every rank's files of one step are needed"):
+            export.main([str(checkpoints_of_two / "zero3"), "--model", base, "--out", str(tmp_path / "again")])
 
 
 def test_stages_export_the_same_codes_and_log_what_they_do(base, checkpoints, tmp_path, capsys):

@@ -45,6 +45,15 @@ def test_boxed_only():
     assert find_answer("\\boxed{" + "9" * 1001 + "}") is None
 
 
+@pytest.mark.parametrize("filler", ["\n", " $", "\\boxed{", "<|im_end|>", "answer is ", "\\boxed{1} and ", "{", "<think>"])
+def test_finding_an_answer_takes_linear_time(filler):
+    """It runs in the engine's own process, where a slow expression would hold up all other requests."""
+    text = "x" + filler * (60_000 // len(filler))
+    start = time.process_time()
+    find_answer(text), find_answer(text + "x")
+    assert time.process_time() - start < 2
+
+
 # What stalls, crashes or eats the memory of a judge: (answer, label). Each must be over in the limit, and the next one judged.
 HOSTILE = [("9^{9^{9^{9}}}", "7"), ("\\sqrt{" * 130 + "2" + "}" * 130, "7"), ("(" * 900, "7"), ("\x00\n{\"a\"", "7")]
 MORE_HOSTILE = [("(((10!)!)!)", "10^{10^{9}}"), ("\\int_0^{10^{9}} x^{x^{x}} dx", "7"), ("1" * 990, "7"), ("{" * 500, "7"), ("7", "9^{9^{9^{9}}}")]
