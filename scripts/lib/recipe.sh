@@ -56,7 +56,8 @@ train() {
         exit 2
     fi
     local out=${QARL_RUN_DIR:-$root/runs/$name-$ARM}
-    local python=${QARL_VENV:-$root/.venv}/bin/python
+    local venv=${QARL_VENV:-$root/.venv}
+    local python=$venv/bin/python
     local command=("$python" -m qarl_openrlhf.cli.train_qarl
         --actor.model_name_or_path "$model"
         --data.prompt_dataset "${QARL_DATA:-$root/runs/inputs/math/train.jsonl}" --data.input_key prompt --data.label_key label
@@ -71,7 +72,8 @@ train() {
         echo
         return
     fi
-    "$root/scripts/setup_env.sh"
+    # An environment that is there is taken as it is (`cli.doctor` examines it): set-up would choose by this machine's GPU.
+    if [ ! -x "$python" ] || [ -e "$venv/.qarl-incomplete" ]; then "$root/scripts/setup_env.sh"; fi
     unset PYTHONPATH
     cd "$root"
     exec "${command[@]}"

@@ -132,3 +132,21 @@ def test_parameters_are_counted(recipe):
     assert next(model.parameters()).device == torch.device("meta")
     assert shape.parameters == pytest.approx(RECIPES[recipe][1], rel=0.02)
     assert shape.matrices == shape.quantized < shape.parameters
+
+
+def test_ray_job_carries_the_environment_but_no_secret():
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("QARL_", "HF_", "NCCL_"))}
+    environment |= {"ARM": "rollout", "QARL_NODES": "2", "QARL_PRINT_COMMAND": "1", "HF_TOKEN": "secret", "HF_HOME": "/shared/hf cache"}
+    script = ["bash", str(ROOT / "scripts/ray_submit.sh")]
+    done = subprocess.run([*script, "http://head:8265", "train_qwen3_8b.sh", "--train.seed", "1"], env=environment, capture_output=True, text=True)
+    ray, *words = shlex.split(done.stdout)
+    assert ray.endswith("bin/ray") and words[:5] == ["job", "submit", "--address", "http://head:8265", "--"]
+    assert words[5:9] == ["env", "ARM=rollout", "QARL_NODES=2", "HF_HOME=/shared/hf cache"]
+    assert words[9:] == ["bash", str(ROOT / "scripts/train_qwen3_8b.sh"), "--train.seed", "1"]
+    wrong = subprocess.run([*script, "http://head:8265", "train_nothing.sh"], env=environment, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "train_qwen3_8b.sh" in wrong.stderr
+
+
+@pytest.mark.parametrize("path", sorted(str(p.relative_to(ROOT)) for p in (ROOT / "scripts").rglob("*.s*")))
+def test_shell_syntax(path):
+    assert subprocess.run(["bash", "-n", str(ROOT / path)], capture_output=True).returncode == 0

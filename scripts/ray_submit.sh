@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# A recipe as a job on a Ray cluster that runs already, on one node or several:
+#   on the first node:   .venv/bin/ray start --head --port 6379 --dashboard-host 0.0.0.0
+#   on every other:      .venv/bin/ray start --address FIRST:6379
+#   anywhere:            ARM=qarl QARL_NODES=2 bash scripts/ray_submit.sh http://FIRST:8265 train_qwen3_30b_a3b.sh [flags of train_qarl]
+# This directory, its .venv, the data and the run directory have to be at the same path on every node (shared storage); so has the
+# Hugging Face cache where a recipe sets --model.max_positions. What the environment variables of scripts/lib/recipe.sh say here
+# holds in the job; tokens and keys stay out of it, as every user of the cluster can read a job's command: set those on the nodes.
+# QARL_PRINT_COMMAND=1 prints the command and stops.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ $# -lt 2 ] || [ ! -f "$root/scripts/$2" ]; then
+    echo "usage: [ARM=qarl] [QARL_NODES=N] scripts/ray_submit.sh DASHBOARD train_MODEL.sh [flags]; recipes: $(cd "$root/scripts" && echo train_*.sh)" >&2
+    exit 2
+fi
+address=$1 recipe=$2
+shift 2
+variables=()
+for name in ARM ${!QARL_@} ${!HF_@} ${!NCCL_@}; do
+    case $name in *TOKEN* | *KEY* | QARL_PRINT_COMMAND) continue ;; esac
+    if [ -n "${!name:-}" ]; then variables+=("$name=${!name}"); fi
+done
+command=("${QARL_VENV:-$root/.venv}/bin/ray" job submit --address "$address" --
+    env ${variables[@]+"${variables[@]}"} bash "$root/scripts/$recipe" "$@")
+if [ -n "${QARL_PRINT_COMMAND:-}" ]; then
+    printf '%q ' "${command[@]}"
+    echo
+    exit
+fi
+exec "${command[@]}"
