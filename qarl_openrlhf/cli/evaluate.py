@@ -68,25 +68,27 @@ def check(args) -> None:
 def run(args) -> dict:
     """Everything; returns the summary."""
     check(args)
-    ours = [task for task in args.tasks if task not in harness.TASKS]
     theirs = [task for task in args.tasks if task in harness.TASKS]
-    tasks = [load_items(task, args.limit) for task in ours]
+    if theirs and len(theirs) < len(args.tasks):
+        raise DataError(f"--tasks {' '.join(theirs)} are lm-eval's and need an engine of their own: a second command with the same --out")
+    tasks = [] if theirs else [load_items(task, args.limit) for task in args.tasks]
     names = [items[0].task for items in tasks if items]
-    if len(set(names)) < len(ours):
+    if len(set(names)) < len(tasks):
         raise DataError("--tasks: two sets have one name, or one is empty; write NAME=FILE")
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    scores: dict[str, dict] = {}
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=out) as scratch:
         directory, scheme = weights(args, Path(scratch))
-        choice = {"engine": args.engine, "max_model_len": PROMPT_TOKENS + args.max_tokens, "tp": args.tp, "seed": args.seed}
-        choice["memory"] = args.gpu_memory_utilization
-        if tasks:
-            scores |= sampled(args, directory, scheme, tasks, choice)
+        choice = engine_choice(args, directory)
+        settings = claim_settings(args, directory, scheme, choice)
         if theirs:
-            scores |= harness.run(directory, theirs, limit=args.limit, **choice)
+            scores = harness.run(directory, theirs, limit=args.limit, **choice)
+        else:
+            scores = sampled(args, directory, settings, tasks, choice)
+    before = out / "summary.json"
+    scores = (json.loads(before.read_text(encoding="utf-8"))["tasks"] if before.is_file() else {}) | scores
     summary = {"tasks": scores, "average": fmean(each["avg"] for each in scores.values())}
-    records.write_json(out / "summary.json", summary)
+    records.write_json(before, summary)
     return summary
 
 
@@ -107,27 +109,41 @@ def weights(args, scratch: Path) -> tuple[str, str]:
     return str(scratch / "quantized"), str(scheme)
 
 
-def sampled(args, directory: str, scheme: str, tasks: list, choice: dict) -> dict[str, dict]:
-    """Scores of the tasks that our runner samples."""
+def engine_choice(args, directory: str) -> dict:
+    """Arguments of `engine_settings`. Where prompt and response exceed the model's positions, prompts get less room."""
     from transformers import AutoConfig
 
-    from qarl_openrlhf.engine.offline import open_engine
-    from qarl_openrlhf.evaluation.sample import Runner
-    from qarl_openrlhf.rewards.pool import JudgePool
+    length = PROMPT_TOKENS + args.max_tokens
+    positions = getattr(AutoConfig.from_pretrained(directory).get_text_config(), "max_position_embeddings", None) or length
+    if args.max_tokens >= positions:
+        raise DataError(f"--max_tokens {args.max_tokens}: {args.source} has {positions} positions for prompt and response together")
+    choice = {"engine": args.engine, "max_model_len": min(length, positions), "tp": args.tp, "seed": args.seed}
+    return choice | {"memory": args.gpu_memory_utilization}
 
-    positions = getattr(AutoConfig.from_pretrained(directory).get_text_config(), "max_position_embeddings", None)
-    if positions is not None and choice["max_model_len"] > positions:
-        # prompts are short: give up room for them before responses are cut
-        choice = choice | {"max_model_len": positions}
-        if args.max_tokens >= positions:
-            raise DataError(f"--max_tokens {args.max_tokens}: {args.source} has {positions} positions for prompt and response together")
-    llm, engine = open_engine(directory, **choice)
-    chat = args.chat == "on" or (args.chat == "auto" and bool(llm.get_tokenizer().chat_template))
+
+def claim_settings(args, directory: str, scheme: str, choice: dict) -> Settings:
+    """The settings of this run; DataError, before an engine starts, if --out holds samples of others."""
+    from transformers import AutoTokenizer
+
+    from qarl_openrlhf.engine.offline import engine_settings
+
+    engine = engine_settings(directory, **choice)[1]
+    chat = args.chat == "on" or (args.chat == "auto" and bool(AutoTokenizer.from_pretrained(directory).chat_template))
     settings = Settings(
         model=args.source, scheme=scheme, engine=engine, temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens,
         template=args.template, chat=chat, seed=args.seed,
     )  # fmt: skip
     records.claim(Path(args.out), settings)
+    return settings
+
+
+def sampled(args, directory: str, settings: Settings, tasks: list, choice: dict) -> dict[str, dict]:
+    """Scores of the tasks that our runner samples."""
+    from qarl_openrlhf.engine.offline import open_engine
+    from qarl_openrlhf.evaluation.sample import Runner
+    from qarl_openrlhf.rewards.pool import JudgePool
+
+    llm, _ = open_engine(directory, **choice)
     judges = JudgePool(size=args.workers)
     try:
         runner = Runner(llm, settings, Path(args.out), judges)

@@ -30,6 +30,7 @@ def run(directory: str, names: list[str], *, limit: int | None = None, **choice)
     from qarl_openrlhf.engine import plugin
 
     settings, _ = engine_settings(directory, **choice)
+    del settings["logprobs_mode"]  # the harness scores texts at temperature 1, whatever it samples with
     plugin.register()
     results = {}
     for name in names:

@@ -114,6 +114,9 @@ def test_arguments_are_checked_before_an_engine_starts(tmp_path, made):
         "needs a GPU": [model, "--out", str(tmp_path / "p"), "--tasks", made, "--scheme", "fp8", "--max_tokens", "8"],
         "--table": ["--table", str(tmp_path)],
     }
+    (tmp_path / "claimed").mkdir()
+    (tmp_path / "claimed" / "settings.json").write_text(json.dumps(SETTINGS.to_dict()))
+    cases["holds samples made otherwise (model 'm'"] = [model, "--out", str(tmp_path / "claimed"), "--tasks", made, "--max_tokens", "8"]
     if find_spec("lm_eval") is None:
         cases["not installed: pip install 'lm-eval"] = [model, "--out", "o", "--tasks", "mmlu-pro"]
     for message, arguments in cases.items():
