@@ -8,8 +8,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/recipe.sh"
 # The paper's bands belong to 16,384 tokens: widened for responses of about 1,000.
 short=()
 if [ "$ARM" = qarl ]; then short=(--preset tbpo_short --preset_length 1000); fi
-train qwen2.5-math-1.5b-1gpu Qwen/Qwen2.5-Math-1.5B grpo_tis 1 \
+train qwen2.5-math-1.5b-1gpu Qwen/Qwen2.5-Math-1.5B grpo_tis 1 24 \
     --data.max_len 4096 --rollout.max_new_tokens 3072 --train.max_tokens_per_gpu 4096 \
     --rollout.batch_size 128 --train.batch_size 128 \
     --ds.zero_stage 2 --ds.adam_offload --quant.cache packed --sync.transport ipc \
-    --vllm.gpu_memory_utilization 0.5 --dry_run_gpu_gb 24 ${short[@]+"${short[@]}"} "$@"
+    --vllm.gpu_memory_utilization 0.5 ${short[@]+"${short[@]}"} "$@"

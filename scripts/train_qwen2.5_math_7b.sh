@@ -3,6 +3,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/lib/recipe.sh"
 
 # Not in the paper: the model has 4,096 positions, prompt and response 18,432; see train_qwen2.5_math_1.5b.sh.
-train qwen2.5-math-7b Qwen/Qwen2.5-Math-7B grpo_tis 1 \
+train qwen2.5-math-7b Qwen/Qwen2.5-Math-7B grpo_tis 1 80 \
     --model.max_positions 18432 --model.rope_theta 40000 \
-    --ds.zero_stage 3 --vllm.gpu_memory_utilization 0.75 --dry_run_gpu_gb 80 "$@"
+    --ds.zero_stage 3 --vllm.gpu_memory_utilization 0.75 "$@"

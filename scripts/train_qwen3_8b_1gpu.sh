@@ -8,8 +8,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/recipe.sh"
 # The paper's bands belong to 16,384 tokens: widened for responses of about 4,000.
 short=()
 if [ "$ARM" = qarl ]; then short=(--preset tbpo_short --preset_length 4000); fi
-train qwen3-8b-1gpu Qwen/Qwen3-8B grpo_tis 1 \
+train qwen3-8b-1gpu Qwen/Qwen3-8B grpo_tis 1 80 \
     --data.max_len 9216 --rollout.max_new_tokens 7168 --train.max_tokens_per_gpu 9216 \
     --rollout.batch_size 128 --train.batch_size 128 \
     --ds.zero_stage 2 --ds.adam_offload --quant.cache packed --sync.transport ipc \
-    --vllm.gpu_memory_utilization 0.5 --dry_run_gpu_gb 80 ${short[@]+"${short[@]}"} "$@"
+    --vllm.gpu_memory_utilization 0.5 ${short[@]+"${short[@]}"} "$@"

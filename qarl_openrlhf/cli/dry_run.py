@@ -4,6 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qarl_openrlhf.planning.memory import ModelShape
+from qarl_openrlhf.planning.placement import check_placement
 from qarl_openrlhf.planning.positions import check_positions, load_config
 from qarl_openrlhf.planning.report import memory_report
 from qarl_openrlhf.quant.convert import ConversionReport, convert_model
@@ -15,6 +16,7 @@ def describe(args, resources) -> tuple[str, list[str]]:
     a GPU. Problems: why the run would fail; ConfigError where prompt and response do not fit the model's positions."""
     config = load_config(args)
     check_positions(args, config)
+    check_placement(args)
     model, plan = _planned(args, config)
     memory, problems = memory_report(args, ModelShape.of(model, plan, config))
     samples = args.rollout.batch_size * args.rollout.n_samples_per_prompt

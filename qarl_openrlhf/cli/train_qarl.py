@@ -11,7 +11,7 @@ from qarl_openrlhf import config, runtime
 from qarl_openrlhf.cli.flags import add_flags, typed_flags
 from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
-from qarl_openrlhf.planning import positions
+from qarl_openrlhf.planning import placement, positions
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.dry_run:
         dry_run(args, resources)
         return
+    _refuse(placement.check_placement, args)
     _refuse(positions.check_positions, args)
     _refuse(positions.apply, args)
     # vLLM's own logger would fill the terminal; --ray.log_to_driver shows everything.

@@ -1,7 +1,5 @@
 """The memory table of ``--dry_run``, and whether it fits the card."""
 
-import os
-
 import torch
 
 from qarl_openrlhf.planning.memory import GIB, Estimate, ModelShape, complete, estimate, gib
@@ -53,8 +51,3 @@ def table(one: Estimate) -> list[str]:
 
 def _cells(cells, phases: list[str]) -> str:
     return "".join(f"  {cell:>{max(9, len(phase))}}" for cell, phase in zip(cells, phases, strict=True))
-
-
-def node_memory() -> int:
-    """Bytes of this host's main memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

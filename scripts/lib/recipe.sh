@@ -38,12 +38,15 @@ ours=(
     --ckpt.save_steps 20 --ckpt.max_num 3
 )
 
-# usage: train NAME MODEL BASELINE TP [flags]
-#   NAME of the run directory, MODEL on the hub or a path, BASELINE objective of the bf16 and rollout arms, TP of an engine.
+# usage: train NAME MODEL BASELINE TP CARD [flags]
+#   NAME of the run directory, MODEL on the hub or a path, BASELINE objective of the bf16 and rollout arms, TP of an engine,
+#   CARD the GiB that a dry run plans for where no GPU is visible.
 #   $paper and $ours come first, then [flags]: of the recipe, then of the user.
 train() {
-    local name=$1 model=$2 baseline=$3 tp=$4
-    shift 4
+    local name=$1 model=$2 baseline=$3 tp=$4 card=$5
+    shift 5
+    local planned=()
+    if ! nvidia-smi -L 2>/dev/null | grep -q .; then planned=(--dry_run_gpu_gb "$card"); fi
     local scheme objective
     case $ARM in
         bf16) scheme=bf16 objective=$baseline ;;
@@ -63,7 +66,7 @@ train() {
         --data.prompt_dataset "${QARL_DATA:-$root/runs/inputs/math/train.jsonl}" --data.input_key prompt --data.label_key label
         --reward.remote_url "${QARL_REWARD:-$root/qarl_openrlhf/rewards/math.py}"
         --quant.scheme "$scheme" --preset "$objective"
-        "${paper[@]}" "${ours[@]}"
+        "${paper[@]}" "${ours[@]}" ${planned[@]+"${planned[@]}"}
         --actor.num_nodes "$nodes" --actor.num_gpus_per_node "$gpus" --ref.num_nodes "$nodes" --ref.num_gpus_per_node "$gpus"
         --vllm.num_engines $((nodes * gpus / tp)) --vllm.tensor_parallel_size "$tp"
         --metrics.dir "$out" --ckpt.output_dir "$out/model" --ckpt.path "$out/checkpoints" "$@")

@@ -27,7 +27,9 @@ ARMS = ("bf16", "rollout", "qarl")
 
 def run_script(recipe: str, *flags: str, **env: str) -> subprocess.CompletedProcess:
     model = str(CONFIGS / RECIPES[recipe][0])
-    command = ["bash", str(ROOT / f"scripts/train_{recipe}.sh"), "--actor.model_name_or_path", model, "--dry_run", *flags]
+    card = "24" if recipe == "qwen2.5_math_1.5b_1gpu" else "80"  # what the scripts say themselves where no GPU is visible
+    planned = ["--actor.model_name_or_path", model, "--dry_run", "--dry_run_gpu_gb", card]
+    command = ["bash", str(ROOT / f"scripts/train_{recipe}.sh"), *planned, *flags]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("QARL_")}
     return subprocess.run(command, env={**inherited, "QARL_PRINT_COMMAND": "1", **env}, capture_output=True, text=True)
 
@@ -108,6 +110,8 @@ def test_wrong_environment_is_refused(env, message):
         ("qwen2.5_math_1.5b_1gpu", ["--data.max_len", "5120"], "does not fit the 4096 positions"),
         ("qwen2.5_math_7b", ["--model.max_positions", "16384"], "does not fit the 16384 positions"),
         ("qwen3_8b", ["--rollout.max_new_tokens", "18432"], "leaves no room for a prompt"),
+        ("qwen3_8b", ["--vllm.num_engines", "4"], "8 learner GPUs, but 4 engines"),
+        ("qwen3_8b", ["--train.batch_size", "8192"], "less than one optimizer step"),
         ("qwen3_30b_a3b", ["--vllm.tensor_parallel_size", "4", "--vllm.num_engines", "2"], "use TP 1 or 2"),
     ],
 )  # fmt: skip

@@ -1,0 +1,55 @@
+"""GPUs and batches that do not add up are refused before anything starts."""
+
+from types import SimpleNamespace as N
+
+import pytest
+
+from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.planning.placement import check_placement
+
+
+def arguments(**changes) -> N:
+    """A run on 8 shared GPUs; changes: dotted names with __ for the dot."""
+    group = {"num_nodes": 1, "num_gpus_per_node": 8}
+    args = N(
+        actor=N(**group), ref=N(**group), vllm=N(num_engines=8, tensor_parallel_size=1),
+        train=N(colocate_all=True, colocate_actor_ref=False, async_enable=False, batch_size=64, micro_batch_size=4, dynamic_batch_enable=False),
+        algo=N(kl=N(init_coef=0.0)), rollout=N(batch_size=16, n_samples_per_prompt=8), ds=N(ring_attn_size=1, tensor_parallel_size=1),
+    )  # fmt: skip
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        node = args
+        for step in path:
+            node = getattr(node, step)
+        setattr(node, last, value)
+    return args
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"vllm__num_engines": 4, "vllm__tensor_parallel_size": 2},
+        {"vllm__num_engines": 3, "train__async_enable": True},
+        {"vllm__num_engines": 3, "train__colocate_all": False},
+        {"train__batch_size": 60, "train__dynamic_batch_enable": True},
+    ],
+)
+def test_what_works(changes):
+    check_placement(arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"vllm__num_engines": 4}, "use --vllm.num_engines 8"),
+        ({"vllm__tensor_parallel_size": 3}, "a TP that divides 8"),
+        ({"algo__kl__init_coef": 0.01, "ref__num_gpus_per_node": 4}, "--ref.num_gpus_per_node to 1 and 8"),
+        ({"train__batch_size": 60}, "use 32"),
+        ({"train__batch_size": 16}, "use 32"),
+        ({"train__batch_size": 256}, "nothing would be trained"),
+    ],
+)
+def test_what_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        check_placement(arguments(**changes))
