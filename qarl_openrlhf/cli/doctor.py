@@ -51,7 +51,8 @@ def _about_model(machine: Machine, device: str, model: str, scheme: str, tp: int
         network, config, parameters = network_of(model)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        return None, [fail("model", f"{model}: {reason}", "a directory with a config.json, or a name on the hub (HF_HUB_OFFLINE unset, or in the cache)")]
+        fix = "a directory with a config.json, or a name on the hub (HF_HUB_OFFLINE unset, or in the cache)"
+        return None, [fail("model", f"{model}: {reason}", fix)]
     return parameters, check_layers(network, config, parsed, tp, device, machine)
 
 

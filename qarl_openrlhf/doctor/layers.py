@@ -27,7 +27,7 @@ _BY_CARD = "--quant.scheme w4a16 runs on every card from Ampere on"
 
 
 def network_of(model: str) -> tuple[torch.nn.Module, object, int]:
-    """(network on the meta device, config, parameters) of a hub name or a directory with config.json; OSError or ValueError if there is none."""
+    """(network on the meta device, config, parameters) of a hub name or a directory; OSError or ValueError if there is none."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=True)
@@ -43,7 +43,8 @@ def check_layers(network, config, scheme: QuantScheme, tp: int, device: str, mac
     try:
         plan = convert_model(network, scheme, cache="none", tp=tp)
     except QuantError as error:
-        return [*findings, fail("kernels", str(error), f"--quant.scheme or --vllm.tensor_parallel_size, as the message says (now {scheme}, TP {tp})")]
+        fix = f"--quant.scheme or --vllm.tensor_parallel_size, as the message says (now {scheme}, TP {tp})"
+        return [*findings, fail("kernels", str(error), fix)]
     if device == "cpu" and scheme.name not in CPU:
         return findings
     learner, engine = (CARD if device == "cuda" else CPU)[scheme.name][:2]

@@ -56,12 +56,20 @@ def _gpus(machine: Machine) -> list[Finding]:
         elif gpu.free < 0.9 * gpu.total:
             used = (gpu.total - gpu.free) / GIB
             findings.append(
-                warn("gpus", f"GPU {index} ({gpu.name}): another process holds {used:.1f} GiB of {gpu.total / GIB:.1f}", f"nvidia-smi -i {index}; end that process")
+                warn(
+                    "gpus",
+                    f"GPU {index} ({gpu.name}): another process holds {used:.1f} GiB of {gpu.total / GIB:.1f}",
+                    f"nvidia-smi -i {index}; end that process",
+                )
             )
     kinds = {(gpu.name, gpu.capability) for gpu in machine.gpus}
     if len(kinds) > 1:
         findings.append(
-            warn("gpus", "several kinds: " + ", ".join(sorted(name for name, _ in kinds)) + "; sleep mode and ipc assume one kind", "CUDA_VISIBLE_DEVICES with GPUs of one kind")
+            warn(
+                "gpus",
+                f"several kinds: {', '.join(sorted(name for name, _ in kinds))}; sleep mode and ipc assume one kind",
+                "CUDA_VISIBLE_DEVICES with GPUs of one kind",
+            )
         )
     if not findings:
         first = machine.gpus[0]
@@ -104,7 +112,8 @@ def _memory(machine: Machine, device: str) -> list[Finding]:
             )
         )
     several = len(machine.gpus) > 1
-    size, remount = f"{machine.shm / 2**20:.0f} MiB", "docker run --shm-size 16g (or --ipc host); else mount -o remount,size=16G /dev/shm"
+    size = f"{machine.shm / 2**20:.0f} MiB"
+    remount = "docker run --shm-size 16g (or --ipc host); else mount -o remount,size=16G /dev/shm"
     if several and machine.shm < SHM_NCCL:
         findings.append(fail("/dev/shm", f"{size}; NCCL between {len(machine.gpus)} GPUs needs 1 GiB", remount))
     elif machine.shm < SHM_RAY:
@@ -130,6 +139,7 @@ def _disk(machine: Machine, parameters: int | None) -> list[Finding]:
             )
         ]
     if free < 2 * checkpoint:
-        what = f"{free / GIB:.1f} GiB free {where}; one training checkpoint takes up to {checkpoint / GIB:.1f}, and a new one is written before the oldest goes"
+        what = f"{free / GIB:.1f} GiB free {where}; one training checkpoint takes up to {checkpoint / GIB:.1f}, and a new one is "
+        what += "written before the oldest goes"
         return [warn("disk", what, f"{fix}; --ckpt.max_num 1 keeps one")]
     return [ok("disk", f"{free / GIB:.0f} GiB free {where}")]

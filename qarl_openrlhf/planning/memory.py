@@ -162,6 +162,7 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     p = shape.parameters
     states = (backward, step) if sleeps else tuple(phases)
     share = p / copies if stage >= 1 else p
+    step_share = min(share, LIVE) if stage == 3 else share  # ZeRO-3 steps through sub-groups of 1e9 parameters
     fewer = "" if offload else "--ds.adam_offload (host memory), or more GPUs" + ("" if stage else " with --ds.zero_stage 2")
     zero3 = "" if stage == 3 or copies == 1 else "--ds.zero_stage 3"
     adam = p - shape.matrices if args.actor.optim == "muon" else p
@@ -171,7 +172,7 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
         Part("master weights (FP32)", 0 if offload else int(4 * share), states, fewer),
         Part("optimizer state", 0 if offload else int(moments), states, fewer),
         Part("gradients", _gradients(p, copies, stage, offload), states, zero3 or fewer),
-        Part("gradients in FP32 for the step", 0 if offload else int(4 * min(share, LIVE) if stage == 3 else 4 * share), (step,), fewer),
+        Part("gradients in FP32 for the step", 0 if offload else int(4 * step_share), (step,), fewer),
     ]
     if stage == 3:
         live = max(min(p, LIVE), shape.largest, shape.largest_other)
@@ -192,7 +193,10 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     if offload or sleeps:
         nodes = args.actor.num_nodes
         host = int((4 * p + 4 * (p + adam) + (4 if offload else 2) * p) / nodes)
-    return Estimate("each learner GPU", parts, host, [f"{tokens:,} tokens in the largest micro-batch"])
+    notes = [f"{tokens:,} tokens in the largest micro-batch"]
+    if args.critic.model_name_or_path or not args.reward.remote_url:
+        notes.append("not counted: critic and reward model")
+    return Estimate("each learner GPU", parts, host, notes)
 
 
 def _gradients(p: int, copies: int, stage: int, offload: bool) -> int:
