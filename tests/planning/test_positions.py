@@ -2,13 +2,14 @@
 
 import json
 import os
+from types import SimpleNamespace as N
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.planning.positions import with_positions, write_view
+from qarl_openrlhf.planning.positions import apply, with_positions, write_view
 from tests.tiny_models import save_tiny_model
 
 
@@ -82,3 +83,15 @@ def test_scaled_positions_are_refused(scaling):
 def test_file_is_json_that_others_read(view):
     with open(os.path.join(view, "config.json"), encoding="utf-8") as file:
         assert json.load(file)["max_position_embeddings"] == 2048
+
+
+def test_a_run_points_every_role_at_the_view(model, tmp_path):
+    args = N(
+        actor=N(model_name_or_path=model), critic=N(model_name_or_path=model), metrics=N(dir=str(tmp_path / "run")),
+        model=N(max_positions=2048, rope_theta=None),
+    )  # fmt: skip
+    apply(args)
+    assert args.actor.model_name_or_path == args.critic.model_name_or_path == str(tmp_path / "run" / "model_view")
+    untouched = N(actor=N(model_name_or_path=model), model=N(max_positions=None, rope_theta=None))
+    apply(untouched)
+    assert untouched.actor.model_name_or_path == model
