@@ -14,6 +14,7 @@ from pathlib import Path
 from qarl_openrlhf.engine.offline import ENGINES, choose_engine, open_engine
 from qarl_openrlhf.quant import QuantError, QuantScheme
 from qarl_openrlhf.quant.export_directory import bf16_directory, export_directory, load_learner
+from qarl_openrlhf.quant.replace import check_target
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -21,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m qarl_openrlhf.cli.export", description="Writes a training checkpoint as a directory that `vllm serve` loads."
     )
     parser.add_argument("source", metavar="SOURCE", help="DeepSpeed checkpoint, Hugging Face directory, or hub name")
-    parser.add_argument("--out", required=True, help="directory to write; one that is there is replaced once the new one is complete")
+    parser.add_argument("--out", required=True, help="directory to write: a new or empty one; an earlier export there is replaced once the new one is complete")
     parser.add_argument("--scheme", default="bf16", help="bf16 (default), w4a16[:gN], w8a8, fp8, w4a8")
     parser.add_argument("--model", default=None, help="of a DeepSpeed checkpoint: the model it was trained from (config, tokenizer)")
     parser.add_argument("--tag", default=None, help="of a DeepSpeed checkpoint: which one, e.g. global_step40 (default: the last)")
@@ -44,8 +45,7 @@ def check(args) -> QuantScheme:
         chosen = choose_engine(args.engine, scheme, "cuda" if torch.cuda.is_available() else "cpu")
         if args.skip and chosen == "qarl":
             raise QuantError(f"--verify: {scheme} with --skip needs vLLM's own kernels (a GPU, or a CPU with AVX512)")
-    if Path(args.out).resolve() == Path(args.source).resolve():
-        raise QuantError(f"--out {args.out} is the source itself: name another directory")
+    check_target(args.out, (args.source, *([args.model] if args.model else [])))
     return scheme
 
 

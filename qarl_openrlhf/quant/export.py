@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from qarl_openrlhf.quant import expert_names
 from qarl_openrlhf.quant.convert import published_tensors
+from qarl_openrlhf.quant.replace import MARKER, check_target, put_in_place
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -30,7 +32,9 @@ def export_checkpoint(
 
     source: a converted model, or its :func:`published_tensors`. config: the model's Hugging Face config (not changed).
     Everything is written to a directory beside ``out_dir`` that then takes its place, so a crash leaves no half-written one.
+    QuantError if something other than an earlier export is there.
     """
+    target = check_target(out_dir)
     model = source if isinstance(source, nn.Module) else None
     tensors = dict(expert_names.to_checkpoint(published_tensors(model, scheme) if model is not None else source))
     config = copy.deepcopy(config)
@@ -39,9 +43,8 @@ def export_checkpoint(
     if scheme.quantized:
         config.quantization_config = scheme.quantization_config(unquantized_linears(tensors))
 
-    out_dir = os.path.abspath(out_dir)
-    os.makedirs(os.path.dirname(out_dir), exist_ok=True)
-    written = tempfile.mkdtemp(prefix=f".{os.path.basename(out_dir)}-", dir=os.path.dirname(out_dir))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    written = tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent)
     try:
         os.chmod(written, 0o755)
         _write_tensors(tensors, written, max_shard_size)
@@ -50,7 +53,8 @@ def export_checkpoint(
         for part in (generation_config, tokenizer):
             if part is not None:
                 part.save_pretrained(written)
-        _replace(written, out_dir)
+        Path(written, MARKER).write_text(f"{scheme}\n", encoding="utf-8")
+        put_in_place(written, target)
     finally:
         shutil.rmtree(written, ignore_errors=True)
 
@@ -79,14 +83,3 @@ def _write_tensors(tensors: dict[str, Tensor], directory: str, max_shard_size: s
 def _own_storage(tensor: Tensor) -> Tensor:
     """Safetensors refuses views of shared storage, such as one expert of a stacked weight."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _replace(new: str, target: str) -> None:
-    """Put directory ``new`` at ``target``; an older one there is removed only once the new one is in place."""
-    if os.path.exists(target):
-        old = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-old-", dir=os.path.dirname(target))
-        os.replace(target, os.path.join(old, "moved"))
-        os.replace(new, target)
-        shutil.rmtree(old)
-    else:
-        os.replace(new, target)
