@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.data.lines import read_objects
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.evaluation.items import Item, Settings
 
@@ -39,14 +40,7 @@ class Records:
 
     def read(self) -> dict[int, dict]:
         """{index: record}; a line that was cut off (the process was killed) counts as not there."""
-        records = {}
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            records[record["index"]] = record
-        return records
+        return {record["index"]: record for record in read_objects(self.path)} if self.path.is_file() else {}
 
     def done(self, items: list[Item], k: int) -> dict[int, dict]:
         """Records that stand: of these items, with at least k samples. DataError if the set itself has changed."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from qarl_openrlhf.data.lines import read_objects
 from qarl_openrlhf.metrics.records import HISTOGRAMS
 from qarl_openrlhf.report.runs import Run
 
@@ -40,14 +40,10 @@ def load_histograms(directory: Path) -> Histograms | None:
     if not path.is_file():
         return None
     found = None
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if "axes" in row:
+    for row in read_objects(path):
+        if {"axes", "bins"} <= row.keys():
             found = found or Histograms(row["axes"], row["bins"], {})
-        elif found is not None:
+        elif found is not None and {"step", "counts"} <= row.keys():
             found.steps[row["step"]] = row["counts"]
     return found
 

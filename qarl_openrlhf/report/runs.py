@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from qarl_openrlhf.data.lines import read_lines
+
 
 class ReportError(ValueError):
     """A directory without usable metrics."""
@@ -47,11 +49,11 @@ def load_run(directory: str | os.PathLike) -> Run:
         raise ReportError(f"{path} does not exist: is {directory} a run directory (--metrics.dir)?")
     rows: dict[int, dict] = {}
     notes = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             row = json.loads(line)
             rows[int(row["step"])] = row
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):  # OverflowError: a step of Infinity
             notes.append(f"{path.name} of {directory.name}: line {number} is no step, skipped")
     if not rows:
         raise ReportError(f"{path} has no steps yet")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from pathlib import Path
 
 from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.data.lines import read_objects
 from qarl_openrlhf.metrics.error_tokens import LOW_PROBABILITY
 from qarl_openrlhf.metrics.records import TOKENS
 from qarl_openrlhf.metrics.token_records import EDGE_TOKENS
@@ -15,6 +15,9 @@ from qarl_openrlhf.objectives import REGIONS
 from qarl_openrlhf.report.runs import ReportError
 
 MAX_STEPS = 12
+FIELDS = frozenset(
+    "step why prompt ids tokens left_out advantage reward update old current sampler region push weight".split()
+)
 STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; color: #222 }
 .response { border: 1px solid #ddd; border-radius: 6px; padding: .6em 1em; margin: .8em 0 }
@@ -61,12 +64,9 @@ def load_records(directory: Path) -> dict[int, list[dict]]:
     if not path.is_file():
         raise ReportError(f"{path} does not exist: is {directory} a run directory (--metrics.dir) with a finished step?")
     latest: dict[tuple[int, str], dict] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
+    for row in read_objects(path):
+        if FIELDS <= row.keys():
             latest[row["step"], row["why"]] = row
-        except (ValueError, TypeError, KeyError):
-            continue  # the unfinished line of a killed process
     by_step: dict[int, list[dict]] = {}
     for (step, _), row in latest.items():
         by_step.setdefault(step, []).append(row)

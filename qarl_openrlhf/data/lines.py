@@ -1,0 +1,30 @@
+"""Reading files of one JSON object a line, also while another process writes them or after it was killed at it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+
+def read_lines(path: str | os.PathLike) -> list[str]:
+    r"""All lines; the last one may be unfinished.
+
+    Split at "\n" alone: ``str.splitlines`` would also split at U+2028 and its like, which our writers leave as they are inside
+    strings. A character that a kill cut in two becomes U+FFFD, as do bytes that are no UTF-8: they spoil their own line at most.
+    """
+    lines = Path(path).read_bytes().decode("utf-8", errors="replace").split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+def read_objects(path: str | os.PathLike) -> list[dict]:
+    """The JSON objects of the lines that hold one; an unfinished line never does, its closing brace is missing."""
+    found = []
+    for line in read_lines(path):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            found.append(row)
+    return found
