@@ -13,14 +13,17 @@ TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\
 SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|big|Big|bigl|bigr)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|~")
 SPACED_NUMBERS = re.compile(r"[-+\d.\s]*\d\s+\d(?!\d\d(?!\d))[\d.\s]*\Z")  # 4 2, but not 12 345
 WORDS = re.compile(r"[A-Za-z][A-Za-z'\- ]+\Z")
+SCIENTIFIC = re.compile(r"([-+]?\d*\.?\d+)[eE]([-+]?\d{1,3})")
 WORD_IN_TEXT = re.compile(r"[A-Za-z]{2,}")
 
 
 def tidy(text: str) -> str:
-    """LaTeX without what changes nothing: dollars, spacing commands, fraction variants, a final period."""
+    """LaTeX without what changes nothing: dollars, spacing commands, fraction variants, a final period; 1e3 as a power of ten."""
     text = SPACING.sub("", text.strip().strip("$")).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}").strip()
-    return text[:-1].rstrip() if text.endswith(".") else text
+    text = text[:-1].rstrip() if text.endswith(".") else text
+    power = SCIENTIFIC.fullmatch(text)  # math-verify reads the e of 4.5e33 (Minerva's labels) as Euler's number
+    return f"{power[1]}\\times 10^{{{int(power[2])}}}" if power else text
 
 
 def words(text: str) -> str | None:

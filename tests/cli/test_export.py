@@ -146,8 +146,9 @@ def test_engines_by_scheme_and_machine():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme, engine", [("w8a8", "vllm"), ("bf16", "vllm"), ("w4a16:g64", "qarl")])
-def test_verify_in_vllm(base, tmp_path, scheme, engine):
+def test_verify_in_vllm(tmp_path, scheme, engine):
     """In a process of its own: a vLLM engine leaves threads and process groups behind."""
+    base = save_tiny_model(tmp_path / "base", "qwen2", hidden=128, tied=True)  # heads of 32: vLLM's smallest in BF16 on a CPU
     command = [sys.executable, "-m", "qarl_openrlhf.cli.export", base, "--out", str(tmp_path / "out"), "--scheme", scheme]
     done = subprocess.run([*command, "--verify", "--engine", engine], capture_output=True, text=True, timeout=600, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-2000:]
