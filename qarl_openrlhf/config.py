@@ -20,12 +20,8 @@ class ConfigError(ValueError):
     """Flags that cannot work together. The message names them and says what would work."""
 
 
-def prepare(flat, device: str, typed: set[str]) -> list[str]:
-    """Adjust flat parsed flags to the machine before OpenRLHF checks them. Returns notes on what was changed.
-
-    Args:
-        flat: argparse namespace with dotted names; typed: the names the user typed (never changed silently).
-    """
+def require(flat) -> None:
+    """ConfigError where the parsed flags lack what every run needs, QuantError for an unknown scheme."""
     QuantScheme.parse(getattr(flat, "quant.scheme"))
     for flag, meaning in REQUIRED.items():
         if not getattr(flat, flag):
@@ -35,6 +31,16 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
             "no reward: give --reward.remote_url (a Python file with reward_func, or a URL), --reward.model_name_or_path, "
             "or --train.agent_func_path"
         )
+    if flat.use_ms and importlib.util.find_spec("modelscope") is None:
+        raise ConfigError("--use_ms needs the package modelscope, which is not installed: install it, or drop the flag")
+
+
+def prepare(flat, device: str, typed: set[str]) -> list[str]:
+    """Adjust flat parsed flags to the machine before OpenRLHF checks them. Returns notes on what was changed.
+
+    Args:
+        flat: argparse namespace with dotted names; typed: the names the user typed (never changed silently).
+    """
     notes = []
 
     def set_default(name: str, value, why: str) -> None:
@@ -80,6 +86,8 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     scheme = QuantScheme.parse(args.quant.scheme)
     args.quant.scheme = str(scheme)
     args.device = device
+    if device == "cpu" and args.quant.kernel == "triton":
+        raise ConfigError("--quant.kernel triton runs on GPUs only: on a CPU use auto or torch")
     _check_objective(args, typed)
     if scheme.quantized:
         _check_quantized(args, scheme, device)

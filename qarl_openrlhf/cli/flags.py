@@ -2,7 +2,7 @@
 
 import argparse
 
-from qarl_openrlhf.objectives import list_objectives, objective_hyperparameters
+from qarl_openrlhf.objectives import ObjectiveError, list_objectives, objective_hyperparameters
 
 
 def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None) -> None:
@@ -120,6 +120,11 @@ def _add_objective_flags(parser: argparse.ArgumentParser, own: str | None) -> No
             users.setdefault(name, []).append((objective, hyperparameter))
     for name, entries in users.items():
         first = entries[0][1]
+        if other := next((objective for objective, hyperparameter in entries if hyperparameter.type is not first.type), None):
+            raise ObjectiveError(
+                f"{other}: hyperparameter {name!r} is a {first.type.__name__} in {entries[0][0]}, and one flag cannot be both: make it "
+                "that type, or give it another name"
+            )
         defaults: dict[str, list] = {}
         for objective, hyperparameter in entries:
             defaults.setdefault(str(hyperparameter.default), []).append(objective)

@@ -29,6 +29,8 @@ class HostCommandLine:
         exec(compile(ast.Module(before, []), MODULE, "exec"), self._namespace)
         self.parser: argparse.ArgumentParser = self._namespace["parser"]
         self.parser.prog = "train_qarl"
+        # An abbreviation passes for a flag here and is missed by presets and ablations, which look for whole names.
+        self.parser.allow_abbrev = False
 
     def resolve(self, args: argparse.Namespace) -> SimpleNamespace:
         """Parsed flat arguments -> OpenRLHF's nested ones, completed and checked by OpenRLHF itself.

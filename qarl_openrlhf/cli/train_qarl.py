@@ -11,7 +11,7 @@ from qarl_openrlhf import config, runtime
 from qarl_openrlhf.cli.flags import add_flags, typed_flags
 from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
-from qarl_openrlhf.planning import placement, positions
+from qarl_openrlhf.planning import numbers, placement, positions
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -55,16 +55,18 @@ def _refuse(check, *args):
 def resolve(argv: list[str]):
     """Command line -> (nested checked arguments, notes, resource plan); wrong flags end the process with status 2."""
     host = HostCommandLine()
+    if not {"-h", "--help"} & set(argv):
+        host.parser.usage = "%(prog)s [flags]   (--help lists them)"  # 170 flags would bury the error message
     argv, preset_notes = _with_preset(argv, host.parser)
     try:
         add_flags(host.parser, own_objective=_own_objective(argv))
     except ObjectiveError as error:
         host.parser.error(str(error))
-    if not {"-h", "--help"} & set(argv):
-        host.parser.usage = "%(prog)s [flags]   (--help lists them)"  # 170 flags would bury the error message
     flat = host.parser.parse_args(argv)
     typed = typed_flags(host.parser, argv)
     try:
+        config.require(flat)
+        numbers.check_numbers(flat)
         # A dry run that names the card's memory plans for a GPU on any machine.
         planned = flat.dry_run and flat.dry_run_gpu_gb and flat.device != "cpu"
         device = "cuda" if planned else runtime.resolve_device(flat.device)

@@ -57,9 +57,17 @@ class Flag(typing.NamedTuple):
 
 def hyperparameters_of(function) -> dict[str, Hyperparameter]:
     """The keyword-only arguments of ``function``. Each needs a type (float, int, bool or str) and a default."""
-    hints = typing.get_type_hints(function, include_extras=True)
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception as error:  # a name in a hint that does not exist
+        raise ObjectiveError(f"{function.__name__}: its type hints cannot be read: {type(error).__name__}: {error}") from error
     found = {}
-    for argument in inspect.signature(function).parameters.values():
+    for position, argument in enumerate(inspect.signature(function).parameters.values()):
+        if position and argument.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            raise ObjectiveError(
+                f"{function.__name__}: {argument.name!r} would never be set: hyperparameters are keyword-only, so put a `*` after "
+                "the first argument"
+            )
         if argument.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
         hint = hints.get(argument.name)

@@ -17,6 +17,7 @@ from torch import Tensor
 from .base import Batch, ObjectiveError, Surrogate, Units, prepare
 from .hyper import Hyperparameter, Param, check_value, hyperparameters_of
 from .metrics import Sums, batch_sums, metrics_from_sums
+from .probe import probe
 from .tokens import Outcome, TokenStates
 from .weights import STATISTICS, WEIGHTS, MismatchWeight, mismatch_weight
 
@@ -61,6 +62,11 @@ class Spec:
     def hyperparameters(self) -> dict[str, Hyperparameter]:
         """Its own and the common ones, by the name that follows ``--objective.``."""
         common = hyperparameters_of(_common)
+        taken = {*common, "seq_tis_imp_ratio_cap", "name", "hyperparameters"}
+        if clash := [name for name in self.own_hyperparameters if name in taken]:
+            raise ObjectiveError(
+                f"{self.name}: hyperparameter {clash[0]!r} is a flag that every objective has (--objective.{clash[0]}): give yours another name"
+            )
         common["is_weight"] = replace(common["is_weight"], default=self.is_weight)
         if self.level == "response":
             common["seq_tis_imp_ratio_cap"] = replace(common["is_cap"], help="the paper's name for is_cap")
@@ -136,7 +142,7 @@ class Objective:
         self._mis = _mis_band(self.name, hp)
         self.hyperparameters = hp
         self._surrogate_hp = {name: hp[name] for name in spec.own_hyperparameters}
-        self(*[torch.zeros(1, 1)] * 4, torch.ones(1, 1))  # a surrogate may refuse what ranges cannot say
+        probe(self)  # a surrogate may refuse what ranges cannot say
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.hyperparameters.items())})"
@@ -270,4 +276,7 @@ def _mis_band(owner: str, hp: dict) -> dict:
     high = 1 + (high - 1) * scale if high else hp["is_cap"]
     if not low < high:
         raise ObjectiveError(f"{owner}: is_low={low:g} must be below is_high={high:g}")
+    if low > 1 or high < 1:
+        # 1 is a response that sampler and learner agree on: rejecting it leaves only what they disagree on, or nothing
+        raise ObjectiveError(f"{owner}: is_low={low:g}, is_high={high:g} exclude 1, no mismatch at all: use is_low <= 1 <= is_high")
     return {"statistic": statistic, "low": low, "high": high}

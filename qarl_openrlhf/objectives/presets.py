@@ -33,8 +33,8 @@ PRESETS: dict[str, dict[str, object]] = {
 
 def short_response_band_scale(mean_length: float) -> float:
     """``band_scale`` for a mean length in tokens: the spread of a mean over L tokens goes like 1/sqrt(L)."""
-    if not mean_length > 0:
-        raise ObjectiveError(f"mean response length must be above 0 tokens, got {mean_length!r}")
+    if not 0 < mean_length < math.inf:
+        raise ObjectiveError(f"mean response length must be a finite number above 0 tokens, got {mean_length!r}")
     return math.sqrt(PAPER_RESPONSE_LENGTH / mean_length)
 
 

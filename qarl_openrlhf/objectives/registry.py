@@ -69,7 +69,11 @@ def _load_file(name: str) -> Spec:
         raise ObjectiveError(f"objective {name!r}: there is no file {file.resolve()}")
     module_spec = importlib.util.spec_from_file_location(f"qarl_user_objective_{file.stem}", file)
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's code; sys.exit() in it would end the run without a word
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ObjectiveError(f"objective {name!r}: {file}{where} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)
     if isinstance(found, Spec):
         return found

@@ -29,9 +29,13 @@ def check_placement(args) -> None:
     if samples < args.train.batch_size:
         raise ConfigError(
             f"a rollout has {samples} samples (--rollout.batch_size x --rollout.n_samples_per_prompt), less than one optimizer step "
-            f"of --train.batch_size {args.train.batch_size}: nothing would be trained"
+            f"of --train.batch_size {args.train.batch_size}: nothing would be trained; use --train.batch_size {samples} or less"
         )
     copies = max(1, learner // (args.ds.ring_attn_size * args.ds.tensor_parallel_size))
+    if args.train.batch_size < copies:
+        raise ConfigError(
+            f"--train.batch_size {args.train.batch_size} leaves some of {copies} learner GPUs without a sample: use a multiple of {copies}"
+        )
     micro = args.train.micro_batch_size
     if not args.train.dynamic_batch_enable and args.train.batch_size % (copies * micro):
         works = args.train.batch_size // (copies * micro) * copies * micro or copies * micro

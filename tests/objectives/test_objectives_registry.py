@@ -164,7 +164,7 @@ def test_a_bad_file_or_function_says_what_to_do(tmp_path):
         (f"{file}:absent", "absent is not in that file"),
         (f"{file}:no_default", "hyperparameter 'width' needs a default"),
         (f"{file}:not_a_surrogate", "must return a Surrogate"),
-        (f"{file}:summed", r"values are \[\] but its units are \[1, 1\]"),
+        (f"{file}:summed", r"values are \[\] but its units are \[3, 1\]"),
     ]:
         with pytest.raises(ObjectiveError, match=message):
             build_objective(name)

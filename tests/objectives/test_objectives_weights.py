@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from qarl_openrlhf.objectives import ObjectiveError, add_sums, build_objective, list_objectives, metrics_from_sums
+from qarl_openrlhf.objectives.base import prepare
+from qarl_openrlhf.objectives.weights import mismatch_weight
 
 
 def weights_by_token(delta, **hp):
@@ -56,9 +58,10 @@ def test_mis_weight_is_capped_below_a_higher_upper_end():
 def test_worst_token_does_not_read_the_padding():
     """Padding would be a ratio of 1, below this band."""
     delta, mask = torch.full((1, 3), math.log(1.5)), torch.tensor([[1.0, 1.0, 0.0]])
-    objective = build_objective("mis_grpo", is_statistic="worst_token", is_low=1.2, is_high=3.0)
-    coefficients = objective.token_coefficients(torch.zeros(1, 3), torch.zeros(1, 3), -delta, torch.ones(1), mask)
-    torch.testing.assert_close(coefficients, 1.5 * mask)
+    batch = prepare(torch.zeros(1, 3), torch.zeros(1, 3), -delta, torch.ones(1), mask)
+    weight = mismatch_weight(batch, "mis", 2.0, statistic="worst_token", low=1.2, high=3.0)
+    assert not weight.rejected.any()
+    torch.testing.assert_close(weight.values, torch.tensor([1.5]))
 
 
 def test_product_over_16384_tokens_does_not_overflow():

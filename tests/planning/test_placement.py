@@ -47,7 +47,8 @@ def test_what_works(changes):
         ({"algo__kl__init_coef": 0.01, "ref__num_gpus_per_node": 4}, "--ref.num_gpus_per_node to 1 and 8"),
         ({"train__batch_size": 60}, "use 32"),
         ({"train__batch_size": 16}, "use 32"),
-        ({"train__batch_size": 256}, "nothing would be trained"),
+        ({"train__batch_size": 256}, "nothing would be trained; use --train.batch_size 128 or less"),
+        ({"train__batch_size": 4, "train__dynamic_batch_enable": True}, "use a multiple of 8"),
     ],
 )
 def test_what_is_refused(changes, message):

@@ -1,0 +1,76 @@
+"""Numbers that divide by zero, wait forever or train nothing are refused before OpenRLHF sees them."""
+
+import pytest
+
+from qarl_openrlhf.cli import train_qarl
+from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.planning.numbers import RANGES, check_numbers
+
+BASE = [
+    "--device", "cpu", "--actor.model_name_or_path", "m", "--data.prompt_dataset", "p.jsonl", "--reward.remote_url", "r.py",
+    "--vllm.num_engines", "1", "--rollout.n_samples_per_prompt", "8",
+]  # fmt: skip
+
+
+def flat(**values):
+    return type("Flat", (), values)()
+
+
+def refusal(argv, capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        train_qarl.resolve([*BASE, *argv])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", RANGES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1])
+def test_no_flag_takes_a_number_that_is_none(flag, value):
+    with pytest.raises(ConfigError, match=f"--{flag} .* is out of range: it takes a finite number"):
+        check_numbers(flat(**{flag: value}))
+
+
+@pytest.mark.parametrize(
+    "flag, wrong, right",
+    [
+        ("train.batch_size", 0, 1), ("train.micro_batch_size", 0, 1), ("train.max_epochs", 0, 1), ("train.num_episodes", 0, 1),
+        ("rollout.batch_size", 0, 1), ("rollout.micro_batch_size", 0, 1), ("rollout.n_samples_per_prompt", 0, 1),
+        ("vllm.tensor_parallel_size", 0, 2), ("vllm.num_engines", 0, 1), ("actor.num_nodes", 0, 1), ("actor.num_gpus_per_node", 0, 1),
+        ("rollout.max_new_tokens", 0, 1), ("rollout.temperature", 0.0, 0.1), ("rollout.top_p", 0.0, 1.0), ("rollout.top_p", 1.5, 0.9),
+        ("vllm.gpu_memory_utilization", 0.0, 1.0), ("vllm.gpu_memory_utilization", 7.0, 0.9), ("sync.timeout_s", 0.0, 0.5),
+        ("sync.bucket_mb", 1e-9, 0.02), ("reward.timeout_s", 0.0, 1.0), ("ds.zero_stage", 7, 3), ("actor.adam.lr", -1e-6, 0.0),
+        ("train.seed", 2**32, 0), ("preset_length", 0.0, 0.5), ("dry_run_gpu_gb", 0.0, 24.0), ("rollout.stop", ["a", ""], ["a"]),
+    ],
+)  # fmt: skip
+def test_ends_of_the_ranges(flag, wrong, right):
+    check_numbers(flat(**{flag: right}))
+    with pytest.raises(ConfigError, match=f"--{flag} "):
+        check_numbers(flat(**{flag: wrong}))
+
+
+def test_every_flag_with_a_range_exists_and_its_default_is_in_it():
+    parsed = train_qarl.HostCommandLine()
+    train_qarl.add_flags(parsed.parser)
+    defaults = parsed.parser.parse_args(BASE)
+    assert set(RANGES) <= set(vars(defaults))
+    check_numbers(defaults)
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        (["--rollout.micro_batch_size", "0"], "--rollout.micro_batch_size 0 is out of range"),
+        (["--preset", "tbpo_short", "--preset_length", "nan"], "a finite number above 0 tokens"),
+        (["--preset", "tbpo_short", "--preset_length", "inf"], "a finite number above 0 tokens"),
+        (["--dry_run", "--dry_run_gpu_gb", "nan", "--device", "auto"], "--dry_run_gpu_gb nan"),
+        (["--quant.kernel", "triton"], "on a CPU use auto or torch"),
+        (["--use_ms"], "needs the package modelscope"),
+        (["--quant.schem", "w4a16"], "unrecognized arguments: --quant.schem"),
+        (["--preset", "tbpo_shrt"], "unknown preset"),
+        (["--objective.name", "mis", "--objective.is_low", "1.2", "--objective.is_high", "1.5"], "exclude 1"),
+        (["--objective.name", "mis", "--objective.is_high", "0.9"], "use is_low <= 1 <= is_high"),
+    ],
+)
+def test_the_command_line_refuses_in_a_few_lines(extra, message, capsys):
+    text = refusal(extra, capsys)
+    assert message in text and len(text.splitlines()) < 6
