@@ -104,6 +104,8 @@ class QuantScheme:
 
         The message names the layer and the group sizes and TP sizes that would work.
         """
+        if not isinstance(tp, int) or tp < 1:
+            raise QuantError(f"tensor parallel size {tp!r} does not exist: use 1 or more")
         problem = self._layer_problem(layer_name, out_features, in_features, tp)
         if problem is None:
             return
@@ -118,9 +120,22 @@ class QuantScheme:
             hints.append(f"at TP {tp} use {' or '.join(works)}")
         if sizes and tp > 1:
             hints.append(f"with {self} use TP {' or '.join(sizes)}")
-        hints = hints or ["choose another scheme or leave the layer unquantized"]
+        hints = hints or [self._others(layer_name, out_features, in_features, tp)]
         shape = f"[{out_features}, {in_features}]"
         raise QuantError(f"layer {layer_name} {shape} cannot run {self} at TP {tp}: {problem}; {'; '.join(hints)}")
+
+    def _others(self, layer_name: str, out_features: int, in_features: int, tp: int) -> str:
+        """Which other schemes this layer can run, at this TP or else at some."""
+        every = [QuantScheme(name, group) for name in NAMES if name != "bf16" for group in GROUP_SIZES.get(name, (None,))]
+
+        def fitting(size: int) -> str:
+            return ", ".join(str(s) for s in every if s._layer_problem(layer_name, out_features, in_features, size) is None)
+
+        found = {size: names for size in (tp, *_TP_SIZES) if (names := fitting(size))}
+        if not found:
+            return "no quantized scheme fits this layer: use bf16"
+        size, names = next(iter(found.items()))
+        return f"at TP {size} use {names}, or bf16"
 
     def _layer_problem(self, layer_name: str, out_features: int, in_features: int, tp: int) -> str | None:
         if not self.quantized:

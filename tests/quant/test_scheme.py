@@ -107,3 +107,18 @@ def test_vllm_recognizes_what_needs_a_gpu(name, predicate):
 
 def test_bf16_has_no_config():
     assert parse("bf16").quantization_config([]) is None
+
+
+@pytest.mark.parametrize("tp", [0, -1, 1.5])
+def test_a_tensor_parallel_size_that_does_not_exist_is_refused(tp):
+    with pytest.raises(QuantError, match="tensor parallel size .* use 1 or more"):
+        QuantScheme.parse("w4a16").check_layer("layers.0.o_proj", 128, 128, tp)
+
+
+@pytest.mark.parametrize(
+    "scheme, shape, hint",
+    [("w4a16", (100, 100), "use w8a8, fp8, or bf16"), ("w4a8", (64, 128), "use w4a16:g32, w4a16:g64, w4a16, w8a8, fp8, or bf16")],
+)
+def test_where_no_group_size_fits_other_schemes_are_named(scheme, shape, hint):
+    with pytest.raises(QuantError, match=hint):
+        QuantScheme.parse(scheme).check_layer("layers.0.q_proj", *shape)
