@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from qarl_openrlhf.data.files import why_unwritable
 from qarl_openrlhf.metrics.records import TOKENS
 from qarl_openrlhf.report import ReportError, write_report
 from qarl_openrlhf.report.comparison import write_comparison
@@ -17,12 +18,15 @@ MAX_COLUMNS = 6  # runs that the terminal's table, a column each, has room for
 def split_name(argument: str) -> tuple[str, Path]:
     """'NAME=DIR' -> (NAME, DIR); a path that exists is one, even with a "=" in it."""
     name, _, path = argument.partition("=") if "=" in argument and not Path(argument).exists() else ("", "", argument)
+    if not path:
+        raise ReportError(f"{argument!r} names no directory: give DIR or NAME=DIR")
     return name, Path(path)
 
 
 def arms_of(arguments: list[str]) -> dict[str, list[Path]]:
     """['w4a16=runs/a', 'runs/b'] -> {'w4a16': [runs/a], 'b': [runs/b]}. Equal names are seeds of one arm; directories given
-    without a name that would be called alike get their parents' names in front. A directory of runs stands for all of them."""
+    without a name that would be called alike get their parents' names in front. A directory of runs stands for all of them.
+    Runs without a step are left out; ReportError if there are no others."""
     named = [split_name(text) for text in arguments]
     bare = [path.resolve() for name, path in named if not name]
     found: dict[str, list[Path]] = {}
@@ -32,8 +36,12 @@ def arms_of(arguments: list[str]) -> dict[str, list[Path]]:
             for arm, directories in arms(entries_below(path)).items():
                 found.setdefault(arm, []).extend(directories)
             continue
+        if entry(path).run is None:
+            continue
         alike = sum(other.name == resolved.name for other in set(bare)) > 1
         found.setdefault(name or (f"{resolved.parent.name}/{resolved.name}" if alike else resolved.name), []).append(path)
+    if not found:
+        raise ReportError(f"{' '.join(arguments)}: no run has a step yet")
     return found
 
 
@@ -61,21 +69,28 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", action="store_true", help="write tokens.html instead: recorded responses token by token")
     parser.add_argument("--steps", type=int, nargs="+", default=None, help="--tokens: which steps (default: up to 12 over the run)")
     args = parser.parse_args(argv)
+    if args.steps and not args.tokens:
+        parser.error("--steps chooses responses to show: it needs --tokens")
     try:
+        if args.out and (reason := why_unwritable(args.out)):
+            raise ReportError(f"--out {args.out}: {reason}: name a directory that can be written to")
         if args.tokens:
             _tokens(args)
         else:
             _report(args)
-    except ReportError as error:
+    except (ReportError, OSError) as error:
         raise SystemExit(f"report: {error}") from None
 
 
 def _tokens(args) -> None:
-    for path in map(Path, args.runs):
+    for name, path in map(split_name, args.runs):
         directories = [path] if (path / TOKENS).exists() else [each.directory for each in entries_below(path)]
+        if len(directories) > 1:  # one that has just begun has none yet
+            directories = [directory for directory in directories if (directory / TOKENS).exists()] or directories
         for directory in directories:
-            out = Path(args.out) / f"tokens-{'-'.join(directory.parts[-3:])}.html" if args.out else None
-            print(write_tokens_page(directory, out, args.steps))
+            parts = directory.parts[-3:] if not name else [name] if len(directories) == 1 else [name, *directory.parts[-2:]]
+            page = "-".join(parts).replace("/", "-")
+            print(write_tokens_page(directory, Path(args.out) / f"tokens-{page}.html" if args.out else None, args.steps))
 
 
 def _report(args) -> None:
@@ -88,7 +103,7 @@ def _report(args) -> None:
     if len(entries) > 1:
         written += write_comparison(entries, out)
         print((out / "summary.md").read_text(encoding="utf-8"))
-    for note in report.notes:
+    for note in report.notes + [note for each in entries for note in each.notes]:
         print(f"note: {note}")
     print("written: " + ", ".join(str(path) for path in written))
 

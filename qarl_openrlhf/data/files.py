@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
+
+
+def why_unwritable(directory: str | os.PathLike) -> str | None:
+    """Why `directory` (which need not exist) cannot be made and written to; None if it can. Found by trying: root may all that
+    permissions forbid, and yet not write to a read-only file system."""
+    here = Path(os.path.abspath(directory))
+    while not os.path.lexists(here):
+        here = here.parent
+    if not here.is_dir():
+        return f"{here} is not a directory"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".qarl-", dir=here):
+            return None
+    except OSError as error:
+        return f"nothing can be written to {here} ({error.strerror})"
 
 
 @contextmanager

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from qarl_openrlhf.objectives import PRESETS
 from qarl_openrlhf.report.runs import ReportError, Run, load_run
 
 STATUS = "status.json"  # written by cli.ablate_objectives
@@ -27,23 +28,34 @@ class Identity:
 
 @dataclass
 class Entry:
-    """One run of a set. ``run`` is None for one that never wrote a step; ``failure`` says why a run did not end."""
+    """One run of a set. ``run`` is None for one that never wrote a step; ``failure`` says why a run did not end; ``notes``: what
+    could not be read of it."""
 
     identity: Identity
     directory: Path
     run: Run | None
     failure: str | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def identify(directory: Path) -> Identity:
     """From status.json (a run of an ablation) or the flags in run.json; a run without either is known by its name."""
-    status, flags = _read(directory / STATUS), (_read(directory / "run.json") or {}).get("flags")
-    if status:
-        return Identity(status["objective"], status["scheme"], status["seed"])
-    if not flags:
+    status, flags = _read(directory / STATUS) or {}, (_read(directory / "run.json") or {}).get("flags")
+    if {"objective", "scheme", "seed"} <= status.keys():
+        return Identity(str(status["objective"]), str(status["scheme"]), status["seed"])
+    if not flags or not isinstance(flags, dict):
         return Identity(directory.name, "", None)
-    name = flags.get("preset") or flags.get("objective.name") or "openrlhf"
-    return Identity(name.rpartition(":")[2] if ".py:" in name else name, flags.get("quant.scheme", "bf16"), flags.get("train.seed"))
+    name = _arm_name(flags)
+    scheme = str(flags.get("quant.scheme", "bf16"))
+    return Identity(name.rpartition(":")[2] if ".py:" in name else name, scheme, flags.get("train.seed"))
+
+
+def _arm_name(flags: dict) -> str:
+    """The preset, if its objective is what ran: --objective.name after it on the command line wins."""
+    preset, objective = flags.get("preset"), flags.get("objective.name")
+    if preset and objective in (None, PRESETS.get(str(preset), {}).get("objective.name")):
+        return str(preset)
+    return str(objective or "openrlhf")
 
 
 def entries_below(directory: Path) -> list[Entry]:
@@ -56,16 +68,18 @@ def entries_below(directory: Path) -> list[Entry]:
 
 
 def entry(directory: Path) -> Entry:
-    """One run directory: its steps so far and, if an ablation saw it fail, why."""
+    """One run directory: its steps so far and, if an ablation saw it fail, why. One without steps has just begun."""
     status = _read(directory / STATUS) or {}
+    notes = [f"{directory / n} is no JSON object, left out" for n in (STATUS, "run.json") if (directory / n).exists() and _read(directory / n) is None]
+    failure = {"failed": str(status.get("reason")), "running": UNFINISHED}.get(str(status.get("state")))
     try:
         run = load_run(directory)
-    except ReportError:
-        if not status:
-            raise
+    except ReportError as error:
         run = None
-    failure = {"failed": status.get("reason"), "running": UNFINISHED}.get(status.get("state"))
-    return Entry(identify(directory), directory, run, failure)
+        if not status:
+            failure = UNFINISHED
+            notes.append(f"{error}: left out")
+    return Entry(identify(directory), directory, run, failure, notes)
 
 
 def arms(entries: list[Entry]) -> dict[str, list[Path]]:
@@ -82,6 +96,7 @@ def arms(entries: list[Entry]) -> dict[str, list[Path]]:
 
 def _read(path: Path) -> dict | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return content if isinstance(content, dict) else None

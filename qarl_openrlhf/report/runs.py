@@ -52,7 +52,8 @@ def load_run(directory: str | os.PathLike) -> Run:
     for number, line in enumerate(read_lines(path), 1):
         try:
             row = json.loads(line)
-            rows[int(row["step"])] = row
+            step = int(row["step"])
+            rows[step] = row | {"step": step}
         except (ValueError, TypeError, KeyError, OverflowError):  # OverflowError: a step of Infinity
             notes.append(f"{path.name} of {directory.name}: line {number} is no step, skipped")
     if not rows:
