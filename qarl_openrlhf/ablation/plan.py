@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qarl_openrlhf.objectives import PRESETS, ObjectiveError, find_spec
 from qarl_openrlhf.objectives.objective import Spec
+from qarl_openrlhf.quant import QuantError, QuantScheme
 from qarl_openrlhf.report.discover import Identity
 
 HOST_LOSS = "openrlhf"  # the arm with none of our objectives
@@ -57,9 +58,12 @@ def make_plan(arms: list[str], schemes: list[str], seeds: list[int], shared: lis
     if taken:
         raise PlanError(f"--{taken[0]} is set for each run: arms, schemes and seeds come from --arms, --schemes, --seeds, directories from --out")
     labels = [label(arm) for arm in arms]
-    for what, values in (("arm", labels), ("scheme", schemes), ("seed", seeds)):
-        if twice := [v for i, v in enumerate(values) if v in values[:i]]:
-            raise PlanError(f"{what} {twice[0]} is given twice")
+    for what, given, values in (("arm", labels, labels), ("scheme", schemes, list(map(_parsed, schemes))), ("seed", seeds, seeds)):
+        if not values:
+            raise PlanError(f"no {what} is given")
+        if twice := [(given[values.index(v)], given[i]) for i, v in enumerate(values) if v in values[:i]]:
+            first, again = twice[0]
+            raise PlanError(f"{what} {again} is given twice" + (f", first as {first}" if again != first else ""))
     plan = Plan()
     own = {arm: _arm_flags(arm, groups, rollout_samples, plan.notes) for arm in arms}
     for seed in seeds:
@@ -70,6 +74,14 @@ def make_plan(arms: list[str], schemes: list[str], seeds: list[int], shared: lis
                 flags += ["--ckpt.output_dir", str(directory / "model"), "--ckpt.path", str(directory / "checkpoints")]
                 plan.runs.append(PlannedRun(Identity(label(arm), scheme, seed), directory, flags))
     return plan
+
+
+def _parsed(scheme: str) -> QuantScheme | str:
+    """What two ways of writing a scheme have in common; train_qarl says what is wrong with one that is none."""
+    try:
+        return QuantScheme.parse(scheme)
+    except QuantError:
+        return scheme
 
 
 def label(arm: str) -> str:

@@ -14,8 +14,17 @@ FINISHED, FAILED, RUNNING = "finished", "failed", "running"
 
 
 def read_status(directory: Path) -> dict | None:
+    """What ``write_status`` wrote; PlanError when something else is there."""
     path = directory / STATUS
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        status = None
+    if not isinstance(status, dict) or not isinstance(status.get("flags"), list) or "state" not in status:
+        raise PlanError(f"{path} is broken: remove {directory} to run it anew, or give another --out")
+    return status
 
 
 def write_status(run: PlannedRun, state: str, **more) -> None:

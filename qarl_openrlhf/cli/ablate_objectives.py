@@ -18,6 +18,8 @@ from qarl_openrlhf.ablation.status import is_finished
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.cli.flags import add_flags
 from qarl_openrlhf.cli.host import HostCommandLine
+from qarl_openrlhf.data.files import why_unwritable
+from qarl_openrlhf.objectives import ObjectiveError
 
 PAPER_ARMS = "tbpo,gspo,mis_gspo,positive_grpo,onpolicy_grpo,dual_clip,sapo,grpo_tis"
 
@@ -39,7 +41,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    words = lambda text: [part for part in text.split(",") if part]  # noqa: E731
     parser = argparse.ArgumentParser(
         prog="python -m qarl_openrlhf.cli.ablate_objectives",
         description="One training run for each arm, scheme and seed, each in a process and directory of its own; then summary.csv, summary.md "
@@ -47,9 +48,9 @@ def _parser() -> argparse.ArgumentParser:
         "ones only to the arms that have them.",
         allow_abbrev=False,
     )
-    parser.add_argument("--arms", type=words, default=words(PAPER_ARMS), help="presets or objectives, path/to/file.py:function, or openrlhf (its own loss); default: %(default)s")
-    parser.add_argument("--schemes", type=words, default=["w4a16"], help="values of --quant.scheme; default: w4a16")
-    parser.add_argument("--seeds", type=lambda text: [int(s) for s in words(text)], default=[0], help="values of --train.seed; default: 0")
+    parser.add_argument("--arms", type=_words, default=_words(PAPER_ARMS), help="presets or objectives, path/to/file.py:function, or openrlhf (its own loss); default: %(default)s")
+    parser.add_argument("--schemes", type=_words, default=["w4a16"], help="values of --quant.scheme; default: w4a16")
+    parser.add_argument("--seeds", type=_seeds, default=[0], help="values of --train.seed; default: 0")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="gets ARM/SCHEME/seedN for each run; default: %(default)s")
     parser.add_argument("--keep_models", action="store_true", help="keep the models and checkpoints of finished runs")
     parser.add_argument("--ray_address", default=None, metavar="URL", help="submit the runs as jobs to this Ray cluster (http://HOST:8265)")
@@ -58,14 +59,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _words(text: str) -> list[str]:
+    words = [part.strip() for part in text.split(",") if part.strip()]
+    if not words:
+        raise argparse.ArgumentTypeError("is empty: give one or more, with commas between them")
+    return words
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers with commas between them, e.g. 0,1") from None
+
+
 def _plan(args, shared: list[str]) -> Plan:
     """Every command, with all flags checked as train_qarl checks them; a wrong one ends the process before anything starts."""
+    if reason := why_unwritable(args.out):
+        raise PlanError(f"--out {args.out}: {reason}: name a directory that can be written to")
+    if args.parallel < 1:
+        raise PlanError(f"--parallel {args.parallel}: give 1 or more")
     if args.parallel > 1 and not args.ray_address:
         raise PlanError("--parallel needs --ray_address: without a cluster the runs share one machine and go one after another")
     host = HostCommandLine()
     host.parser.prog = "ablate_objectives"
-    own = next((arm for arm in args.arms if ".py:" in arm), None)
-    add_flags(host.parser, own_objective=own)
+    try:
+        add_flags(host.parser, own_objective=[arm for arm in args.arms if ".py:" in arm])
+    except ObjectiveError as error:
+        raise PlanError(f"--arms: {error}") from None
     host.parser.usage = "%(prog)s --arms ... --schemes ... --seeds ... [flags of train_qarl]"
     flat = host.parser.parse_args(shared)
     samples = getattr(flat, "rollout.batch_size") * getattr(flat, "rollout.n_samples_per_prompt")

@@ -5,11 +5,11 @@ import argparse
 from qarl_openrlhf.objectives import ObjectiveError, list_objectives, objective_hyperparameters
 
 
-def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None) -> None:
+def add_flags(parser: argparse.ArgumentParser, own_objective: str | list[str] | None = None) -> None:
     """Add ``--quant.*``, ``--objective.*``, ``--sync.*``, ``--metrics.dir``, ``--model.*``, ``--device``, ``--preset``,
     ``--dry_run``.
 
-    ``own_objective`` (path/to/file.py:function) adds the hyperparameters of a user's objective, too.
+    ``own_objective`` (path/to/file.py:function, or several) adds the hyperparameters of a user's objectives, too.
     """
     group = parser.add_argument_group("qarl: low-bit rollout with an aligned learner")
     group.add_argument(
@@ -103,10 +103,10 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | None = None)
         help="memory of the card that --dry_run plans for (default: the visible one); works on a machine without a GPU, too",
     )
     group.add_argument("--ray.log_to_driver", action="store_true", help="show the log of every Ray worker in this terminal")
-    _add_objective_flags(parser, own_objective)
+    _add_objective_flags(parser, [own_objective] if isinstance(own_objective, str) else own_objective or [])
 
 
-def _add_objective_flags(parser: argparse.ArgumentParser, own: str | None) -> None:
+def _add_objective_flags(parser: argparse.ArgumentParser, own: list[str]) -> None:
     group = parser.add_argument_group("qarl: policy objective (docs/objectives.md)")
     group.add_argument(
         "--objective.name",
@@ -115,7 +115,7 @@ def _add_objective_flags(parser: argparse.ArgumentParser, own: str | None) -> No
         help=f"one of {', '.join(list_objectives())}, or path/to/file.py:function; default: OpenRLHF's own loss",
     )
     users: dict[str, list] = {}
-    for objective in [*list_objectives(), *([own] if own else [])]:
+    for objective in [*list_objectives(), *own]:
         for name, hyperparameter in objective_hyperparameters(objective).items():
             users.setdefault(name, []).append((objective, hyperparameter))
     for name, entries in users.items():

@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from qarl_openrlhf.ablation.plan import PlanError, make_plan, split_flags
+from qarl_openrlhf.ablation.status import is_finished
 from qarl_openrlhf.cli import ablate_objectives, train_qarl
 from tests.tiny_models import save_tiny_model
 
@@ -88,6 +89,7 @@ def test_a_users_own_objective_is_an_arm(shared, tmp_path):
         (["tbpo", "tbpo"], [], "arm tbpo is given twice"),
         (["tbpo"], ["--quant.scheme", "bf16"], "--quant.scheme is set for each run"),
         (["tbpo"], ["--metrics.dir=x"], "--metrics.dir is set for each run"),
+        ([], [], "no arm is given"),
     ],
 )
 def test_what_cannot_be_planned_is_named(shared, tmp_path, arms, extra, message):
@@ -109,6 +111,64 @@ def test_wrong_flags_end_before_any_run_starts(shared, tmp_path, words, message,
         ablate_objectives.main([*shared, *words, "--out", str(tmp_path / "out")])
     assert stopped.value.code == 2 and not (tmp_path / "out").exists()
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "schemes",
+    [["bf16", "BF16"], ["w4a16", "w4a16:g128"], ["w8a8", "w4a16:g64:rollout", "W4A16:g64:rollout"]],
+)
+def test_one_scheme_written_twice_is_refused(shared, tmp_path, schemes):
+    with pytest.raises(PlanError, match=f"scheme {schemes[-1]} is given twice, first as {schemes[-2]}"):
+        plan(["tbpo"], shared, tmp_path, schemes)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        *[([flag, value], f"argument {flag}: is empty") for flag in ("--arms", "--schemes", "--seeds") for value in ("", ",", " , ")],
+        (["--seeds", "a"], "argument --seeds: 'a': give whole numbers"),
+        (["--seeds", "0,1.5"], "argument --seeds: '0,1.5': give whole numbers"),
+        (["--parallel", "0"], "--parallel 0: give 1 or more"),
+        (["--parallel", "-1"], "--parallel -1: give 1 or more"),
+        (["--out", "FILE"], "is not a directory: name a directory"),
+        (["--out", "FILE/below"], "is not a directory: name a directory"),
+        (["--out", "/proc/x"], "nothing can be written to /proc"),
+        (["--arms", "FILE.py:f"], "--arms: "),
+    ],
+)
+@pytest.mark.parametrize("dry", [["--dry_run"], []])
+def test_what_cannot_be_begun_is_said_first(shared, tmp_path, words, message, dry, capsys):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "file.py").write_text("def f(:")
+    words = [word.replace("FILE", str(tmp_path / "file")) for word in words]
+    with pytest.raises(SystemExit) as stopped:
+        ablate_objectives.main([*dry, "--arms", "tbpo", "--out", str(tmp_path / "out"), *words, *shared])
+    assert message in str(stopped.value) + capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"state": "finished"}', '{"state": "running", "flags": null}'])
+def test_a_broken_status_is_named(shared, tmp_path, text):
+    run = plan(["tbpo"], shared, tmp_path).runs[0]
+    run.directory.mkdir(parents=True)
+    (run.directory / "status.json").write_text(text)
+    with pytest.raises(PlanError, match="status.json is broken: remove .*seed0"):
+        is_finished(run)
+
+
+def test_hyperparameters_of_several_own_objectives(shared, tmp_path, capsys):
+    arms = []
+    for name in ("steepness", "width"):
+        (tmp_path / f"{name}.py").write_text(
+            "from qarl_openrlhf.objectives import Surrogate, objective\n\n\n"
+            "@objective(level='token', mean='tokens', is_weight='none')\n"
+            f"def of_{name}(units, *, {name}: float = 2.0) -> Surrogate:\n    'A surrogate.'\n    return Surrogate({name} * units.ratio)\n"
+        )
+        arms.append(f"{tmp_path / name}.py:of_{name}")
+    words = ["--arms", ",".join(arms), "--schemes", "bf16", "--objective.width", "3", "--objective.steepness", "4"]
+    ablate_objectives.main([*words, *shared, "--out", str(tmp_path / "out"), "--dry_run"])
+    commands = capsys.readouterr().out.splitlines()
+    assert ["--objective.steepness 4" in c for c in commands] == [True, False]
+    assert ["--objective.width 3" in c for c in commands] == [False, True]
 
 
 def test_parallel_runs_need_a_cluster(shared, tmp_path):
