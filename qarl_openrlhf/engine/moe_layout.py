@@ -59,7 +59,8 @@ def expert_slot(layer: nn.Module, path: str, attribute: str) -> Slot:
     parameter = layer._parameters[attribute]
     name, shape, tp = checkpoint_name(path, attribute), tuple(parameter.shape), layer.moe_config.tp_size
     projection = next(p for p in PROJECTIONS if attribute.startswith(p))
-    a_scale_a_channel = attribute == "down_proj_weight_scale" and shape[2] == 1  # all of it on every rank
+    # A scale a channel is on every rank; group scales are split, though a rank may hold only one a row.
+    a_scale_a_channel = attribute == "down_proj_weight_scale" and "down_proj_weight_packed" not in layer._parameters
     part = Part() if attribute.endswith("weight_shape") or a_scale_a_channel else rank_part(layer, projection, shape)
     if isinstance(part, GateUpPart):
         return GateUpSlot(name, (shape[0], shape[1] * tp, *shape[2:]), parameter, 0, shape[0], part)

@@ -1,6 +1,11 @@
 """Names of stacked expert tensors: vLLM's parameter -> what is pushed."""
 
-from qarl_openrlhf.engine.moe_layout import checkpoint_name
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from qarl_openrlhf.engine.moe_layout import checkpoint_name, expert_slot
 
 BLOCK = "model.layers.0.mlp.experts"
 
@@ -16,3 +21,16 @@ def test_names_of_a_cpu_engines_parameters():
         assert checkpoint_name(f"{BLOCK}.routed_experts", attribute) == f"{BLOCK}.{name}"
         assert checkpoint_name(BLOCK, attribute) == f"{BLOCK}.{name}"
         assert checkpoint_name("", attribute) == name
+
+
+def test_one_group_a_rank_is_no_scale_a_channel():
+    """Both are [E, H, 1] on a rank of two; only the group's is a half of what is pushed."""
+    layer = nn.Module()
+    layer.moe_config = SimpleNamespace(tp_size=2, tp_rank=1)
+    layer.down_proj_weight_scale = nn.Parameter(torch.zeros(4, 8, 1), requires_grad=False)
+    assert expert_slot(layer, BLOCK, "down_proj_weight_scale").shape == (4, 8, 1)
+    layer.down_proj_weight_packed = nn.Parameter(torch.zeros(4, 8, 4, dtype=torch.int32), requires_grad=False)
+    slot = expert_slot(layer, BLOCK, "down_proj_weight_scale")
+    assert slot.shape == (4, 8, 2)
+    pushed = torch.arange(64.0).view(4, 8, 2)
+    assert torch.equal(slot.part.of(pushed), pushed[..., 1:])
