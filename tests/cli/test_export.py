@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qarl_openrlhf.cli import export
-from qarl_openrlhf.engine.offline import choose_engine, scheme_of
+from qarl_openrlhf.engine.offline import choose_engine, has_avx512, scheme_of
 from qarl_openrlhf.quant import QuantError, QuantScheme
 from qarl_openrlhf.quant.export_directory import check_bytes, load_learner
 from tests.tiny_models import save_tiny_model
@@ -145,9 +145,11 @@ def test_engines_by_scheme_and_machine():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme, engine", [("w8a8", "vllm"), ("bf16", "vllm"), ("w4a16:g64", "qarl")])
+@pytest.mark.parametrize("scheme, engine", [("w8a8", "vllm"), ("bf16", "vllm"), ("w4a16:g64", "qarl"), ("w4a16:g64", "vllm")])
 def test_verify_in_vllm(tmp_path, scheme, engine):
     """In a process of its own: a vLLM engine leaves threads and process groups behind."""
+    if scheme == "w4a16:g64" and engine == "vllm" and not has_avx512():
+        pytest.skip("vLLM's w4a16 kernel for CPUs needs AVX512")
     base = save_tiny_model(tmp_path / "base", "qwen2", hidden=128, tied=True)  # heads of 32: vLLM's smallest in BF16 on a CPU
     command = [sys.executable, "-m", "qarl_openrlhf.cli.export", base, "--out", str(tmp_path / "out"), "--scheme", scheme]
     done = subprocess.run([*command, "--verify", "--engine", engine], capture_output=True, text=True, timeout=600, env=dict(os.environ))

@@ -11,10 +11,12 @@ import pytest
 
 from qarl_openrlhf.cli import evaluate
 from qarl_openrlhf.data.reasoning_gym import DataError
+from qarl_openrlhf.engine.offline import choose_engine
 from qarl_openrlhf.evaluation.items import Settings, load_items
 from qarl_openrlhf.evaluation.records import Records, claim
 from qarl_openrlhf.evaluation.sample import Runner
 from qarl_openrlhf.evaluation.scores import pass_at, task_scores
+from qarl_openrlhf.quant import QuantScheme
 from qarl_openrlhf.rewards.pool import JudgePool
 from tests.tiny_models import make_tokenizer, save_tiny_model
 
@@ -158,5 +160,5 @@ def test_with_vllm_on_a_made_set(tmp_path, made, scheme):
     assert len({sample["text"] for sample in records[0]["samples"]}) > 1  # really k different samples
     scores = json.loads((out / "summary.json").read_text())["tasks"]["sums"]
     assert (scores["items"], scores["k"]) == (6, 3) and 0 <= scores["avg"] <= 1 and 0 < scores["tokens"] <= 16
-    assert json.loads((out / "settings.json").read_text())["engine"] == ("vllm" if scheme == "bf16" else "qarl")
+    assert json.loads((out / "settings.json").read_text())["engine"] == choose_engine("auto", QuantScheme.parse(scheme), "cpu")
     assert "| average |" in done.stdout and not list(out.glob(".weights-*"))
