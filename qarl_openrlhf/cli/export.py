@@ -8,9 +8,13 @@ compared with the learner's, byte for byte; --verify also compares log-probs wit
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from qarl_openrlhf.data.files import why_unwritable
 from qarl_openrlhf.engine.offline import ENGINES, choose_engine, open_engine
 from qarl_openrlhf.quant import QuantError, QuantScheme
 from qarl_openrlhf.quant.export_directory import bf16_directory, export_directory, load_learner
@@ -45,7 +49,13 @@ def check(args) -> QuantScheme:
         chosen = choose_engine(args.engine, scheme, "cuda" if torch.cuda.is_available() else "cpu")
         if args.skip and chosen == "qarl":
             raise QuantError(f"--verify: {scheme} with --skip needs vLLM's own kernels (a GPU, or a CPU with AVX512)")
-    check_target(args.out, (args.source, *([args.model] if args.model else [])))
+    if args.tp < 1:
+        raise QuantError(f"--tp {args.tp}: give 1 or more")
+    if args.tolerance is not None and not 0 <= args.tolerance < math.inf:
+        raise QuantError(f"--tolerance {args.tolerance:g}: give a number of nats, 0 or more")
+    target = check_target(args.out, (args.source, *([args.model] if args.model else [])))
+    if reason := why_unwritable(target.parent):
+        raise QuantError(f"--out {args.out}: {reason}: name a directory that can be written to")
     return scheme
 
 
@@ -57,6 +67,8 @@ def run(args) -> None:
         print(report.table())
         count = export_directory(model, source, args.out, scheme)
     print(f"{args.out}: {count} tensors, byte for byte the learner's")
+    if not any(Path(args.out).glob("tokenizer*")):
+        print(f"note: {args.model or args.source} has no tokenizer that could be read; to serve {args.out}, name one: vllm serve --tokenizer")
     if args.verify:
         verify(args, model)
 
@@ -87,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     try:
         run(args)
-    except QuantError as error:
+    except (QuantError, OSError, SafetensorError) as error:  # the last two: of a disk that is full
         raise SystemExit(f"export: {error}") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from qarl_openrlhf.quant.export import export_checkpoint
 from qarl_openrlhf.quant.scheme import QuantScheme
 from qarl_openrlhf.quant.training_checkpoint import find_deepspeed, is_huggingface, read_deepspeed
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 BF16 = QuantScheme.parse("bf16")
 
 
@@ -25,12 +27,16 @@ def bf16_directory(source: str, out: str | Path, *, model: str | None = None, ta
     model: the model the training began from, for config and tokenizer, which DeepSpeed's files lack.
     """
     path = Path(source)
+    if not path.exists() and _is_path(source):
+        raise QuantError(f"{source} does not exist: give a DeepSpeed checkpoint, a Hugging Face directory or a hub name")
     if is_huggingface(path) or not path.exists():  # a name on the hub: transformers says if there is none
+        if tag is not None:
+            raise QuantError(f"--tag {tag} chooses a DeepSpeed checkpoint, and {source} is none: leave it out")
         return source
     step = find_deepspeed(path, tag)
     if model is None:
         raise QuantError(f"{source} is a DeepSpeed checkpoint, which has no config: name the model it was trained from with --model")
-    config = AutoConfig.from_pretrained(model)
+    config = _config(model)
     config.dtype = torch.bfloat16
     tensors = read_deepspeed(step)
     if config.tie_word_embeddings:
@@ -50,10 +56,14 @@ def bf16_directory(source: str, out: str | Path, *, model: str | None = None, ta
 
 def load_learner(directory: str, scheme: QuantScheme, *, skip: tuple[str, ...] = (), tp: int = 1) -> tuple[nn.Module, ConversionReport]:
     """The learner of a BF16 directory: the model that training would run, with its quantized forward."""
-    config = AutoConfig.from_pretrained(directory)
+    config = _config(directory)
     if getattr(config, "quantization_config", None):
         raise QuantError(f"{directory} is quantized already; an export starts from BF16 weights (quantizing twice changes the codes)")
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    model = _model(directory).eval()
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    if unknown := [pattern for pattern in skip if not any(fnmatchcase(name, pattern) for name in names)]:
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        raise QuantError(f"--skip {unknown[0]} is no layer of {directory}; layers are called {linears[0]}, a pattern *.{linears[0].rpartition('.')[2]}")
     return model, convert_model(model, scheme, skip=skip, tp=tp)
 
 
@@ -88,8 +98,44 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return same_kind and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def _is_path(source: str) -> bool:
+    """Whether a name that is no file here can only have been meant as a path: the hub's are NAME or OWNER/NAME."""
+    return source.startswith((".", "/", "~")) or source.count("/") > 1
+
+
+def _config(directory: str):
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except Exception as error:  # no file, no JSON, values of the wrong kind, an unknown architecture: many classes
+        raise QuantError(f"{directory} has no config.json that transformers reads: {_first_line(error)}") from None
+
+
+def _model(directory: str) -> nn.Module:
+    """QuantError also for weights that are missing or of another shape: transformers would put random ones in their place."""
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:  # no or cut-off safetensors, a config that makes no model: many classes
+        raise QuantError(f"{directory} cannot be loaded: {_first_line(error)}") from None
+    if missing := sorted(map(str, found["missing_keys"])):
+        raise QuantError(f"{directory} lacks {len(missing)} weights of its model, one is {missing[0]}")
+    if found["mismatched_keys"]:
+        name, here, there = min(found["mismatched_keys"])
+        raise QuantError(f"{directory}: {name} is {list(here)} in its files, {list(there)} by its config.json")
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
+
+
 def _tokenizer(source: str):
+    # Of a directory without one, transformers makes a tokenizer with an empty vocabulary.
+    if Path(source).is_dir() and not any(path for pattern in TOKENIZER_FILES for path in Path(source).glob(pattern)):
+        return None
     try:
         return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):  # weights alone are an export, too; vLLM then needs --tokenizer
+    except Exception:  # none, or a broken one; weights alone are an export, too: vLLM then needs --tokenizer
         return None

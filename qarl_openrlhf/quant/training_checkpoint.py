@@ -49,14 +49,21 @@ def _holds_states(directory: Path) -> bool:
 def read_deepspeed(step: Path) -> dict[str, Tensor]:
     """{parameter name: BF16 tensor on the CPU} of one step's directory; names as in the Hugging Face model in memory."""
     whole = step / "mp_rank_00_model_states.pt"
-    tensors = torch.load(whole, map_location="cpu", weights_only=False)["module"] if whole.is_file() else None
+    tensors = _module_states(whole) if whole.is_file() else None
     if tensors is None or any(tensor.numel() == 0 for tensor in tensors.values()):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         try:
             tensors = get_fp32_state_dict_from_zero_checkpoint(str(step.parent), tag=step.name)
-        except (ValueError, FileNotFoundError) as error:
+        except Exception as error:  # files that are missing, cut off or of something else: many classes
             raise QuantError(f"{step}: {error} Every rank's files of one step are needed") from None
     if any("lora_" in name for name in tensors):
         raise QuantError(f"{step} holds LoRA weights; merge them (openrlhf.cli.lora_combiner) and export the result")
     return {re.sub(r"^module\.", "", name): tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+
+
+def _module_states(path: Path) -> dict[str, Tensor]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False)["module"]
+    except Exception as error:  # cut off, or no pickle of DeepSpeed's: many classes
+        raise QuantError(f"{path} is broken, or not DeepSpeed's ({type(error).__name__}): choose another step with --tag") from None
