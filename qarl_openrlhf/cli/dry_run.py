@@ -1,8 +1,8 @@
 """What a run would do, without starting it: configuration, resources, which layer runs in which format, memory."""
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from qarl_openrlhf.planning.architecture import check_config, meta_model
 from qarl_openrlhf.planning.memory import ModelShape
 from qarl_openrlhf.planning.placement import check_placement
 from qarl_openrlhf.planning.positions import check_positions, load_config
@@ -18,7 +18,12 @@ def describe(args, resources) -> tuple[str, list[str]]:
     check_positions(args, config)
     check_placement(args)
     model, plan = _planned(args, config)
-    memory, problems = memory_report(args, ModelShape.of(model, plan, config))
+    try:
+        shape = ModelShape.of(model, plan, config)
+    except AttributeError as error:
+        memory, problems = f"not estimated: {type(model).__name__} is built otherwise than the decoders known here ({error})", []
+    else:
+        memory, problems = memory_report(args, shape)
     samples = args.rollout.batch_size * args.rollout.n_samples_per_prompt
     lines = ["configuration:", *(f"  --{name} {value}" for name, value in flatten(args)), "", "resources:"]
     lines += [f"  {resources}", "", "one rollout:"]
@@ -43,21 +48,20 @@ def flatten(args, prefix: str = "") -> list[tuple[str, object]]:
     return rows
 
 
-def layer_plan(args) -> ConversionReport:
-    """What happens to each layer of ``--actor.model_name_or_path``."""
-    return _planned(args, load_config(args))[1]
-
-
 def _planned(args, config) -> tuple[torch.nn.Module, ConversionReport]:
     """Convert the model's architecture on the meta device: names and shapes, no weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    model = meta_model(config, args.actor.model_name_or_path)
     return model, convert_model(model, QuantScheme.parse(args.quant.scheme), cache=args.quant.cache)
 
 
 def check_layers(args) -> None:
-    """Every layer the scheme quantizes must fit it at the engine's tensor parallel size; ``QuantError`` names the first that does not."""
+    """Every layer the scheme quantizes must fit it at the engine's tensor parallel size; ``QuantError`` names the first that does not.
+
+    ConfigError for a config.json that makes no model, or whose heads do not divide.
+    """
     scheme = QuantScheme.parse(args.quant.scheme)
-    for layer in layer_plan(args).layers:
+    config = load_config(args)
+    for layer in _planned(args, config)[1].layers:
         if layer.scheme is not None:
             scheme.check_layer(layer.name, layer.out_features, layer.in_features, tp=args.vllm.tensor_parallel_size)
+    check_config(config, args.actor.model_name_or_path, args.vllm.tensor_parallel_size)

@@ -12,6 +12,7 @@ from qarl_openrlhf.cli.flags import add_flags, typed_flags
 from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
 from qarl_openrlhf.planning import numbers, placement, positions
+from qarl_openrlhf.preflight import preflight
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -24,6 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     _refuse(placement.check_placement, args)
     _refuse(positions.check_positions, args)
+    _end_with(preflight(args))
     _refuse(positions.apply, args)
     # vLLM's own logger would fill the terminal; --ray.log_to_driver shows everything.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if args.ray.log_to_driver else "ERROR")
@@ -37,6 +39,16 @@ def dry_run(args, resources) -> None:
 
     text, problems = _refuse(describe, args, resources)
     print(text)
+    files = preflight(args)
+    if args.dry_run_gpu_gb:  # a plan for another machine: its files are there, not here
+        for problem in files:
+            print(f"note: on this machine, {problem}")
+        files = []
+    _end_with(problems + files)
+
+
+def _end_with(problems: list[str]) -> None:
+    """Nothing if there are none; else all of them and status 2."""
     for problem in problems:
         print(f"train_qarl: error: {problem}", file=sys.stderr)
     if problems:

@@ -50,6 +50,9 @@ def load_config(args):
         config = AutoConfig.from_pretrained(name, trust_remote_code=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--actor.model_name_or_path {name}: {error}") from None
+    except Exception as error:  # transformers lets through whatever a broken config.json makes of its code
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        raise ConfigError(f"--actor.model_name_or_path {name}: its config.json cannot be used ({reason})") from error
     if not overridden(args):
         return config
     fields = with_positions(config.to_dict(), args.model.max_positions, args.model.rope_theta)

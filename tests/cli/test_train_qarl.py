@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +18,18 @@ def model(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", hidden=128)
 
 
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    path.write_text('{"input": "1 + 1 ="}\n' * 1024)
+    return str(path)
+
+
 @pytest.fixture
-def base(model):
+def base(model, prompts):
     return [
-        "--device", "cpu", "--actor.model_name_or_path", model, "--data.prompt_dataset", "prompts.jsonl",
-        "--reward.remote_url", "reward.py", "--vllm.num_engines", "1", "--actor.num_gpus_per_node", "1",
+        "--device", "cpu", "--actor.model_name_or_path", model, "--data.prompt_dataset", prompts,
+        "--reward.remote_url", str(Path(__file__).parents[1] / "tiny_reward.py"), "--vllm.num_engines", "1", "--actor.num_gpus_per_node", "1",
         "--ref.num_gpus_per_node", "1", "--algo.advantage.estimator", "group_norm", "--rollout.n_samples_per_prompt", "8",
     ]  # fmt: skip
 
@@ -117,6 +125,18 @@ def test_dry_run_prints_configuration_resources_and_plan(base, capsys):
     text = capsys.readouterr().out
     assert "--quant.scheme w4a16:g64" in text and "GPUs (actor 1" in text
     assert "model.layers.*.mlp.down_proj" in text and "lm_head" in text
+
+
+def test_a_run_and_its_dry_run_fail_on_missing_files_and_a_plan_for_another_card_only_says_so(base, capsys):
+    base[base.index("--data.prompt_dataset") + 1] = "/no/such.jsonl"
+    base[base.index("--reward.remote_url") + 1] = "no_such_reward.py"
+    for extra in ([], ["--dry_run"]):
+        with pytest.raises(SystemExit) as stopped:
+            train_qarl.main([*base, "--data.max_len", "512", *extra])
+        text = capsys.readouterr().err
+        assert stopped.value.code == 2 and "/no/such.jsonl does not exist" in text and "no_such_reward.py does not exist" in text
+    train_qarl.main([*base, "--data.max_len", "512", "--dry_run", "--dry_run_gpu_gb", "80"])
+    assert "note: on this machine, --data.prompt_dataset /no/such.jsonl" in capsys.readouterr().out
 
 
 def test_user_objective_brings_its_hyperparameters(base, tmp_path):

@@ -1,0 +1,37 @@
+"""From a config.json to the model it describes, without weights; ConfigError where it describes none."""
+
+import torch
+
+from qarl_openrlhf.config import ConfigError
+
+
+def check_config(config, name: str, tp: int = 1) -> None:
+    """ConfigError for sizes that make no model, or whose heads do not divide by the engine's tensor parallel size."""
+    text = config.get_text_config()
+    owner = f"--actor.model_name_or_path {name}: config.json"
+    for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        value = getattr(text, field, 1)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{owner} has {field} {value!r}: it must be a whole number of at least 1")
+    heads = getattr(text, "num_attention_heads", 1)
+    kv_heads = getattr(text, "num_key_value_heads", None)
+    if kv_heads is not None and (not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads):
+        raise ConfigError(f"{owner} has {heads} attention heads and {kv_heads} key-value heads: the second must divide the first")
+    if not getattr(text, "head_dim", None) and getattr(text, "hidden_size", 0) % heads:
+        raise ConfigError(f"{owner} has hidden_size {text.hidden_size} and {heads} attention heads: the second must divide the first")
+    if heads % tp:
+        works = ", ".join(str(size) for size in (1, 2, 4, 8, 16) if heads % size == 0)
+        raise ConfigError(f"--vllm.tensor_parallel_size {tp} does not divide the {heads} attention heads of {name}: use {works}")
+
+
+def meta_model(config, name: str) -> torch.nn.Module:
+    """The model on the meta device: names and shapes."""
+    from transformers import AutoModelForCausalLM
+
+    check_config(config, name)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    except Exception as error:  # whatever a wrong value makes of the model's own code
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        raise ConfigError(f"--actor.model_name_or_path {name}: its config.json makes no causal language model ({reason})") from error

@@ -1,0 +1,19 @@
+"""What is a local path and what a name on the hub."""
+
+import os
+
+from qarl_openrlhf.config import ConfigError
+
+
+def looks_local(name: str) -> bool:
+    """Whether ``name`` can only be a path of this machine: hub names have no such beginning."""
+    return name.startswith(("/", "./", "../", "~")) or name in (".", "..")
+
+
+def require_file(flag: str, path: str, meaning: str) -> None:
+    """ConfigError unless ``path`` is a readable file."""
+    if not os.path.isfile(path):
+        found = "is a directory" if os.path.isdir(path) else f"does not exist (looked in {os.getcwd()})"
+        raise ConfigError(f"--{flag} {path} {found}: give {meaning}")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"--{flag} {path} cannot be read: check its permissions")

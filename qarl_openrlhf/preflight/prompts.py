@@ -1,0 +1,59 @@
+"""Prompt sets in local files: they exist, parse, hold the keys that the flags name, and make at least one rollout."""
+
+import glob
+import os
+
+from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.preflight.paths import looks_local, require_file
+from qarl_openrlhf.preflight.rows import count_rows
+
+FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # what OpenRLHF reads as a file; other names go to the hub
+
+
+def check_prompts(args) -> None:
+    """ConfigError naming flag, file and line."""
+    names = args.data.prompt_dataset.split(",")
+    _check_weights(args.data.prompt_probs, len(names))
+    counts = [_rows(args, "data.prompt_dataset", name.strip()) for name in names]
+    for name in args.eval.dataset.split(",") if args.eval.dataset else ():
+        _rows(args, "eval.dataset", name.strip())
+    # With --data.prompt_probs the sets are repeated; a set that is not a local file has an unknown size.
+    if args.data.prompt_probs or None in counts:
+        return
+    prompts = min(sum(min(count, args.data.max_samples) for count in counts), args.data.max_samples)
+    if prompts < args.rollout.batch_size:
+        what = "as --data.max_samples lets through" if prompts == args.data.max_samples else "in --data.prompt_dataset"
+        raise ConfigError(
+            f"{prompts} prompts {what} do not make one rollout of --rollout.batch_size {args.rollout.batch_size}, so nothing would be "
+            f"trained: use --rollout.batch_size {prompts} or less, or more prompts"
+        )
+
+
+def _check_weights(text: str | None, sets: int) -> None:
+    if text is None:
+        return
+    try:
+        good = len([float(word) for word in text.split(",")]) == sets
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"--data.prompt_probs {text}: give one number for each of the {sets} sets of --data.prompt_dataset, with commas between")
+
+
+def _rows(args, flag: str, name: str) -> int | None:
+    """Rows of a local file; None for what is not one."""
+    path = name.split("@")[0].strip()
+    extension = os.path.splitext(path)[1]
+    if "://" in path or os.path.isdir(path) or glob.has_magic(path):
+        return None
+    if extension not in FORMATS:
+        if os.path.isfile(path) and extension != ".py":
+            raise ConfigError(f"--{flag} {path}: files ending in {extension or 'nothing'} are not read; use one of {', '.join(FORMATS)}")
+        if looks_local(path):
+            raise ConfigError(f"--{flag} {path} does not exist: give a file ({', '.join(FORMATS)}), a directory, or a name on the hub")
+        return None
+    require_file(flag, path, f"a file ({', '.join(FORMATS)}), a directory, or a name on the hub")
+    count = count_rows(f"--{flag} {path}", path, args.data)
+    if count == 0:
+        raise ConfigError(f"--{flag} {path} has no rows: give a file with prompts")
+    return count

@@ -1,0 +1,121 @@
+"""Prompt files and directories that a run cannot use are named, with the line, before Ray starts."""
+
+import os
+from types import SimpleNamespace as N
+
+import pytest
+
+from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.preflight.directories import check_directories
+from qarl_openrlhf.preflight.prompts import check_prompts
+
+
+def arguments(prompts, **data) -> N:
+    given = {
+        "prompt_dataset": str(prompts), "prompt_probs": None, "max_samples": 10**8, "input_key": "input", "label_key": "label",
+        "input_template": None, "apply_chat_template": False,
+    }  # fmt: skip
+    return N(data=N(**(given | data)), eval=N(dataset=None), rollout=N(batch_size=2))
+
+
+GOOD = b'{"input": "1 + 1 =", "label": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "has no rows"),
+        (b"\n\n  \n", "has no rows"),
+        (GOOD + b"this is no json\n", "line 2 is not JSON"),
+        (GOOD + b'{"input": "caf\xe9", "label": "2"}\n', "line 2 is not UTF-8"),
+        (GOOD + b'["a", "b"]\n', "line 2: a list; each row must be an object"),
+        (b'["a", "b"]\n["c", "d"]\n', "each row must be an object|not JSON"),
+        (GOOD + b'\n{"input": "a"}\n', r"line 3 has no key 'label' \(--data.label_key\); it has 'input'"),
+        (b'{"prompt": "a", "label": "b"}\n', r"line 1 has no key 'input' \(--data.input_key\); it has 'prompt', 'label'"),
+        (b'{"input": null, "label": "b"}\n', "'input' is None .*must be a string"),
+        (b'{"input": 3, "label": "b"}\n', "must be a string"),
+        (b'{"input": ["q"], "label": "b"}\n', "must be a string"),
+        (b'{"input": "", "label": "b"}\n', "'input' is empty"),
+        (b'{"input": "a", "label": null}\n', "'label' is null"),
+        (GOOD + b'{"input": "a", "label": {"x": 1}}\n', "rows above have another type"),
+        (GOOD, "1 prompts in --data.prompt_dataset do not make one rollout of --rollout.batch_size 2.*use --rollout.batch_size 1"),
+    ],
+)
+def test_rows_that_cannot_be_used(tmp_path, content, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as refused:
+        check_prompts(arguments(path))
+    assert "--data.prompt_dataset" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("missing.jsonl", "does not exist"), ("/no/such/set", "does not exist"), ("./set", "does not exist"), ("file.foo", "ending in .foo"),
+        ("notreally.parquet", "not a parquet file"),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_there_or_not_read(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    for made in ("file.foo", "notreally.parquet"):
+        (tmp_path / made).write_bytes(GOOD * 3)
+    with pytest.raises(ConfigError, match=message):
+        check_prompts(arguments(name))
+
+
+def test_what_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    import pyarrow
+    from pyarrow import parquet
+
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n" + GOOD)
+    (tmp_path / "b.json").write_bytes(b"[" + GOOD.strip() + b",\n" + GOOD.strip() + b"]")
+    (tmp_path / "c.csv").write_text('input,label\n"a\nb",1\nc,2\n')
+    (tmp_path / "d.jsonl").write_bytes(b'{"input": "a", "label": 3}\n{"input": "b", "label": 4.5}\n')
+    (tmp_path / "e.jsonl").write_bytes(b'{"input": [{"role": "user", "content": "hi"}], "label": "3"}\n' * 2)
+    parquet.write_table(pyarrow.table({"input": ["a", "b"], "label": ["1", "2"]}), tmp_path / "f.parquet")
+    for name in ("a.jsonl", "b.json", "c.csv", "d.jsonl", "f.parquet", "owner/name", "gsm8k@main", "a.jsonl,owner/name", ".", "https://host/p.jsonl"):
+        check_prompts(arguments(name))
+    check_prompts(arguments("e.jsonl", apply_chat_template=True))
+    check_prompts(arguments("a.jsonl,b.json", prompt_probs="0.3,0.7"))
+    with pytest.raises(ConfigError, match="no column 'question'"):
+        check_prompts(arguments("f.parquet", input_key="question"))
+
+
+def test_samples_that_the_flags_let_through_are_counted_and_weights_must_match(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(GOOD * 5)
+    with pytest.raises(ConfigError, match="1 prompts as --data.max_samples lets through"):
+        check_prompts(arguments(path, max_samples=1))
+    for wrong in ("0.5,0.5", "x"):
+        with pytest.raises(ConfigError, match="--data.prompt_probs"):
+            check_prompts(arguments(path, prompt_probs=wrong))
+
+
+def test_evaluation_prompts_are_read_too(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(GOOD * 5)
+    args = arguments(path)
+    args.eval.dataset = str(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="--eval.dataset .* does not exist"):
+        check_prompts(args)
+
+
+@pytest.mark.parametrize("flag", ["metrics.dir", "ckpt.output_dir", "ckpt.path"])
+def test_directories_are_tried_and_left_as_they_were(tmp_path, flag):
+    file = tmp_path / "file"
+    file.write_text("x")
+    group, name = flag.split(".")
+
+    def given(path) -> N:
+        good = str(tmp_path / "run" / "deep")
+        args = N(metrics=N(dir=good), ckpt=N(output_dir=good, path=good))
+        setattr(getattr(args, group), name, str(path))
+        return args
+
+    check_directories(given(tmp_path / "new"))
+    for wrong, message in ((file, "is not a directory"), (file / "below", "is not a directory"), ("/proc/x/y", "cannot write"), ("", "is empty")):
+        with pytest.raises(ConfigError, match=f"--{flag} .*{message}"):
+            check_directories(given(wrong))
+    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,118 @@
+"""Model directories that a worker could not load are named before Ray starts."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace as N
+
+import pytest
+
+from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.planning.architecture import meta_model
+from qarl_openrlhf.planning.positions import load_config
+from qarl_openrlhf.preflight.model_files import check_model
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", hidden=64)
+
+
+@pytest.fixture
+def model(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def arguments(model, *, tp=1, chat=False) -> N:
+    return N(
+        actor=N(model_name_or_path=str(model)), model=N(max_positions=None, rope_theta=None), vllm=N(tensor_parallel_size=tp),
+        data=N(apply_chat_template=chat),
+    )  # fmt: skip
+
+
+def change(model: Path, **fields) -> None:
+    path = model / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
+
+
+def test_a_whole_model_is_taken(model):
+    check_model(arguments(model, tp=2))
+    check_model(arguments("owner/name"))
+
+
+@pytest.mark.parametrize("family, options", [("llama", {"tied": True}), ("qwen3_moe", {})])
+def test_tied_and_expert_weights_are_whole(tmp_path, family, options):
+    check_model(arguments(save_tiny_model(tmp_path, family, hidden=64, **options)))
+
+
+def cut(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def of_another_size(model: Path) -> None:
+    from tests.tiny_models import make_model
+
+    make_model("qwen2", hidden=128).save_pretrained(model)
+    change(model, hidden_size=64, intermediate_size=128, head_dim="gone")
+
+
+def deeper(model: Path) -> None:
+    change(model, num_hidden_layers=3, layer_types="gone")
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (cut, "model.safetensors has .* bytes, its header says"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"x" * 40), "no safetensors file"),
+        (lambda m: (m / "model.safetensors").write_bytes(b""), "no safetensors file"),
+        (lambda m: (m / "model.safetensors").unlink(), "has no weights"),
+        (lambda m: (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}'), "model-1.safetensors cannot be read"),
+        (lambda m: (m / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
+        (of_another_size, r"is \[.*\] in the weights and \[.*\] by config.json"),
+        (deeper, "not in its weights, model.layers.2"),
+        (lambda m: (m / "tokenizer.json").unlink(), "tokenizer"),
+        (lambda m: (m / "tokenizer.json").write_text("{"), "tokenizer does not load"),
+        (lambda m: (m / "config.json").unlink(), "--actor.model_name_or_path"),
+        (lambda m: (m / "config.json").write_text("{"), "--actor.model_name_or_path"),
+        (lambda m: (m / "config.json").write_text("[1]"), "--actor.model_name_or_path"),
+        (lambda m: change(m, model_type="no_such_type"), "no_such_type"),
+        (lambda m: change(m, num_key_value_heads=3), "4 attention heads and 3 key-value heads"),
+        (lambda m: change(m, num_key_value_heads=0), "key-value heads"),
+        (lambda m: change(m, num_key_value_heads=8), "key-value heads"),
+        (lambda m: change(m, num_attention_heads=0), "num_attention_heads 0"),
+        (lambda m: change(m, num_attention_heads=6, num_key_value_heads=2), "hidden_size 64 and 6 attention heads"),
+        (lambda m: change(m, hidden_size=0), "hidden_size 0"),
+        (lambda m: change(m, hidden_size="64"), "hidden_size"),
+        (lambda m: change(m, num_hidden_layers=-1, layer_types="gone"), "num_hidden_layers -1|cannot be used"),
+        (lambda m: change(m, vocab_size=0), "vocab_size 0"),
+        (lambda m: change(m, quantization_config={"quant_method": "compressed-tensors"}), "quantized already"),
+    ],
+)
+def test_directories_that_do_not_load(model, spoil, message):
+    spoil(model)
+    with pytest.raises(ConfigError, match=message) as refused:
+        check_model(arguments(model))
+    assert str(model) in str(refused.value)
+
+
+def test_heads_must_divide_by_tp_and_templates_must_exist(model):
+    with pytest.raises(ConfigError, match="--vllm.tensor_parallel_size 3 does not divide the 4 attention heads .* use 1, 2, 4"):
+        check_model(arguments(model, tp=3))
+    with pytest.raises(ConfigError, match="no chat template, which --data.apply_chat_template needs"):
+        check_model(arguments(model, chat=True))
+
+
+def test_a_model_that_generates_no_text_of_its_own(model):
+    (model / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(ConfigError, match="makes no causal language model"):
+        meta_model(load_config(arguments(model)), str(model))
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./no_such"])
+def test_paths_that_are_not_there(name):
+    with pytest.raises(ConfigError, match=f"{name} is not a directory"):
+        check_model(arguments(name))
