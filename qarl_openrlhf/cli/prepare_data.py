@@ -13,8 +13,9 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from string import Formatter
 
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.data.files import atomic_file, why_unwritable
 from qarl_openrlhf.data.math_rows import problem_and_label
 from qarl_openrlhf.data.overlap import OverlapIndex, words
 from qarl_openrlhf.data.reasoning_gym import DataError
@@ -68,6 +69,8 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 def prepare(args) -> dict:
     """Write all files; returns the summary."""
     out = Path(args.out)
+    if reason := why_unwritable(out):
+        raise DataError(f"--out {out}: {reason}: name a directory that can be written to")
     evaluation = {}
     for argument in args.eval:
         name, raw = load_rows(argument, EVAL, "--eval")
@@ -98,11 +101,11 @@ def template_of(text: str) -> str:
     """A template must hold {problem} once; \\n stands for a line's end."""
     text = text.replace("\\n", "\n")
     try:
-        filled = text.format(problem="\0")
-    except (KeyError, IndexError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{error!r}; it has {{problem}}, and other braces doubled: \\boxed{{{{}}}}") from None
-    if filled.count("\0") != 1:
-        raise argparse.ArgumentTypeError("it needs {problem} exactly once")
+        fields = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; other braces than {{problem}}'s are doubled: \\boxed{{{{}}}}") from None
+    if fields != [("problem", "", None)]:
+        raise argparse.ArgumentTypeError("it needs {problem} exactly once, just so, and other braces doubled: \\boxed{{}}")
     return text
 
 
@@ -128,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     try:
         print(json.dumps(prepare(args), indent=2))
-    except DataError as error:
+    except (DataError, OSError) as error:
         raise SystemExit(f"prepare_data: {error}") from None
 
 

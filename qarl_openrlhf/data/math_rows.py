@@ -32,7 +32,7 @@ def problem_and_label(row: dict, where: str) -> tuple[str, str]:
 
 def _problem(value) -> str:
     if isinstance(value, list):  # chat messages
-        said = [message["content"] for message in value if message.get("role") == "user"]
+        said = [message.get("content") for message in value if isinstance(message, dict) and message.get("role") == "user"]
         value = said[-1] if said else ""
     return value.strip() if isinstance(value, str) else ""
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from random import Random
 from typing import Iterator
 
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.data.files import atomic_file, why_unwritable
 
 STYLES = ("question", "equation")
 CHUNK = 1024  # problems of one reasoning-gym data set: some tasks prepare all of theirs at once
@@ -43,9 +43,11 @@ def make_task(task: str, config: dict, seed: int, size: int):
 
     if task not in DATASETS:
         raise DataError(f"reasoning-gym has no task '{task}'; it has {', '.join(sorted(DATASETS))}")
+    if taken := sorted({"seed", "size"} & config.keys()):
+        raise DataError(f"--config {taken[0]}: give --{'n' if taken[0] == 'size' else 'seed'} in its place")
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **config)
-    except (TypeError, AssertionError) as error:
+    except Exception as error:  # each task checks its own settings, in its own way
         raise DataError(f"task '{task}' refuses the configuration {config}: {error}") from None
 
 
@@ -66,7 +68,7 @@ def problems(task: str, config: dict, seed: int | str, exclude: str | None) -> I
     for chunk in count():
         # reasoning-gym seeds problem i with seed + i: neighbouring seeds would give one stream, shifted by one.
         dataset = make_task(task, config, seed=Random(f"{seed}/{chunk}").getrandbits(30), size=CHUNK)
-        for entry in dataset:
+        for entry in _entries(dataset, task, config):
             if exclude and exclude in entry["question"]:
                 rejected += 1
                 if rejected > TRIES_PER_PROBLEM:
@@ -74,6 +76,18 @@ def problems(task: str, config: dict, seed: int | str, exclude: str | None) -> I
                 continue
             rejected = 0
             yield entry
+
+
+def _entries(dataset, task: str, config: dict) -> Iterator[dict]:
+    entries = iter(dataset)
+    while True:
+        try:
+            entry = next(entries)
+        except StopIteration:
+            return
+        except Exception as error:  # settings that pass the task's own checks and yet do not work, such as 2.5 terms
+            raise DataError(f"task '{task}' makes no problems of the configuration {config}: {error}") from None
+        yield entry
 
 
 def worked_examples(task: str, config: dict, shots: int, *, shot_seed: int = 0, exclude: str | None = None) -> list[dict]:
@@ -121,6 +135,8 @@ def prompt_rows(
     """
     if n < 1:
         raise DataError(f"n must be at least 1, not {n}")
+    if shots < 0:
+        raise DataError(f"shots must be 0 or more, not {shots}")
     config = config or {}
     examples = worked_examples(task, config, shots, shot_seed=shot_seed, exclude=exclude)
     rows = []
@@ -168,6 +184,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--exclude", default=None, metavar="TEXT", help="drop problems whose question contains TEXT")
     args = parser.parse_args(argv)
     try:
+        out = Path(args.out)
+        if not out.name or out.is_dir():
+            raise DataError(f"--out {args.out or repr('')}: name a file, e.g. {out / 'prompts.jsonl'}")
+        if reason := why_unwritable(out.parent):
+            raise DataError(f"--out {out}: {reason}: name a file in a directory that can be written to")
         rows = prompt_rows(
             args.task,
             args.n,
@@ -178,9 +199,9 @@ def main(argv: list[str] | None = None) -> None:
             shot_seed=args.shot_seed,
             exclude=args.exclude,
         )
-    except DataError as error:
+        write_jsonl(out, rows)
+    except (DataError, OSError) as error:
         raise SystemExit(f"reasoning_gym: {error}") from None
-    write_jsonl(args.out, rows)
     print(f"reasoning_gym: {len(rows)} prompts of {args.task} ({len({r['input'] for r in rows})} different) -> {args.out}")
 
 

@@ -21,7 +21,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl_openrlhf.data.files import atomic_directory
+from qarl_openrlhf.data.files import atomic_directory, why_unwritable
 
 if TYPE_CHECKING:  # torch and gguf are imported where they are used: finding the work already done takes no seconds
     import numpy as np
@@ -193,10 +193,20 @@ def write_model(reader, out: Path) -> None:
 
 def stamp_of(gguf_path: Path) -> dict:
     digest = hashlib.sha256()
-    with open(gguf_path, "rb") as f:
-        while block := f.read(1 << 22):
-            digest.update(block)
+    try:
+        with open(gguf_path, "rb") as f:
+            while block := f.read(1 << 22):
+                digest.update(block)
+    except OSError as error:
+        raise ConversionError(f"--gguf {gguf_path} cannot be read: {error.strerror}") from None
     return {"converter": CONVERTER_VERSION, "gguf": gguf_path.name, "sha256": digest.hexdigest()}
+
+
+def _stamp_in(out: Path) -> dict | None:
+    try:
+        return json.loads((out / STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def convert(out_dir: str | os.PathLike, gguf_path: str | os.PathLike | None = None) -> bool:
@@ -206,15 +216,20 @@ def convert(out_dir: str | os.PathLike, gguf_path: str | os.PathLike | None = No
     one rename, so it is complete or absent. Raises ConversionError when `out_dir` holds anything else.
     """
     source = Path(gguf_path) if gguf_path else packaged_gguf()
-    out, stamp = Path(out_dir), stamp_of(source)
-    if out.exists() and any(out.iterdir()):
-        done = out / STAMP
-        if done.exists() and json.loads(done.read_text()) == stamp:
+    out = Path(out_dir)
+    stamp = stamp_of(source)
+    if out.is_dir() and any(out.iterdir()):
+        if _stamp_in(out) == stamp:
             return False
         raise ConversionError(f"{out} exists and does not hold this conversion of {source.name}: remove it or name another")
+    if reason := why_unwritable(out.parent if out.is_dir() else out):
+        raise ConversionError(f"{out}: {reason}: name a directory that can be written to")
     from gguf import GGUFReader
 
-    reader = GGUFReader(str(source))
+    try:
+        reader = GGUFReader(str(source))
+    except Exception as error:  # the reader believes what the bytes say: any error can come of it
+        raise ConversionError(f"{source} is no whole GGUF file ({type(error).__name__}: {error})") from None
     with atomic_directory(out) as part:
         write_model(reader, part)
         (part / STAMP).write_text(json.dumps(stamp, indent=1) + "\n")
@@ -228,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         wrote = convert(args.out_dir, args.gguf)
-    except ConversionError as error:
+    except (ConversionError, OSError) as error:
         raise SystemExit(f"smollm2: {error}") from None
     print(f"smollm2: {'wrote' if wrote else 'already there:'} {args.out_dir}")
 

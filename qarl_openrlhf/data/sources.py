@@ -41,7 +41,10 @@ def load_rows(argument: str, known: dict[str, Source], flag: str) -> tuple[str, 
         return argument, _from_hub(known[argument], flag)
     if not Path(path).is_file():
         raise DataError(f"{flag} {argument}: neither a file nor one of {', '.join(known)}; write NAME, FILE or NAME=FILE")
-    return name or Path(path).stem, read_file(path)
+    name = name or Path(path).stem
+    if name != Path(name).name:
+        raise DataError(f"{flag} {argument}: {name} names a file to write: leave slashes out of it")
+    return name, read_file(path)
 
 
 def _from_hub(source: Source, flag: str) -> list[dict]:
@@ -59,22 +62,42 @@ def _from_hub(source: Source, flag: str) -> list[dict]:
 def read_file(path: str | Path) -> list[dict]:
     """Rows of a .jsonl, .json (a list) or .parquet file."""
     path = Path(path)
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(path).to_pylist()
-    if path.suffix == ".json":
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(rows, list):
-            raise DataError(f"{path} holds no list of rows; a .json file must, a .jsonl file has one row a line")
-        return rows
-    if path.suffix == ".jsonl":
-        rows = []
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    rows += [json.loads(line)] if line.strip() else []
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{path}, line {number} is no JSON object: {error}") from None
-        return rows
+    try:
+        if path.suffix == ".parquet":
+            return _parquet(path)
+        if path.suffix == ".json":
+            rows = _json(path.read_bytes(), str(path))
+            if not isinstance(rows, list):
+                raise DataError(f"{path} holds no list of rows; a .json file must, a .jsonl file has one row a line")
+            return [_object(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+        if path.suffix == ".jsonl":
+            lines = [(f"{path}, line {number}", line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1)]
+            return [_object(_json(line, where), where) for where, line in lines if line.strip()]
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
     raise DataError(f"{path}: the ending '{path.suffix}' is not known; there are {', '.join(FORMATS)}")
+
+
+def _json(text: bytes, where: str):
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is no UTF-8 (byte {error.start}): write it anew in UTF-8") from None
+    except ValueError as error:
+        raise DataError(f"{where} is no JSON: {error}") from None
+
+
+def _object(row, where: str) -> dict:
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is no JSON object with columns, but a {type(row).__name__}")
+    return row
+
+
+def _parquet(path: Path) -> list[dict]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is no parquet file that pyarrow reads: {str(error).splitlines()[0]}") from None
