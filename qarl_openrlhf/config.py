@@ -24,7 +24,7 @@ def require(flat) -> None:
     """ConfigError where the parsed flags lack what every run needs, QuantError for an unknown scheme."""
     QuantScheme.parse(getattr(flat, "quant.scheme"))
     for flag, meaning in REQUIRED.items():
-        if not getattr(flat, flag):
+        if not str(getattr(flat, flag) or "").strip():
             raise ConfigError(f"--{flag} is missing: {meaning}")
     if not any(getattr(flat, flag) for flag in ("reward.remote_url", "reward.model_name_or_path", "train.agent_func_path")):
         raise ConfigError(

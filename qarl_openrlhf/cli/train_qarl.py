@@ -141,8 +141,11 @@ def _with_preset(argv: list[str], parser) -> tuple[list[str], list[str]]:
     source = next((flag for flag in sources if _value_of(flag, argv)), None)
     try:
         length = float(_value_of(source, argv)) if source else None
+    except ValueError:
+        parser.error(f"{source} {_value_of(source, argv)}: give a number of tokens")
+    try:
         flags = preset_flags(name, mean_response_length=length)
-    except (ObjectiveError, ValueError) as error:
+    except ObjectiveError as error:
         parser.error(f"--preset: {error}" + ("" if source else f" ({' or '.join(sources[:2])})"))
     notes = []
     if "objective.band_scale" in flags and _value_of("--objective.band_scale", argv) is None:

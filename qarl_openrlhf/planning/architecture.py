@@ -33,5 +33,5 @@ def meta_model(config, name: str) -> torch.nn.Module:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=True)
     except Exception as error:  # whatever a wrong value makes of the model's own code
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(f"--actor.model_name_or_path {name}: its config.json makes no causal language model ({reason})") from error

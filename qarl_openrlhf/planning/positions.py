@@ -11,6 +11,7 @@ import os
 import tempfile
 
 from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.planning.paths import looks_local
 
 FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]  # of a checkpoint on the hub
 
@@ -46,12 +47,14 @@ def load_config(args):
     from transformers import AutoConfig
 
     name = args.actor.model_name_or_path
+    if looks_local(name) and not os.path.isdir(name):
+        raise ConfigError(f"--actor.model_name_or_path {name} is not a directory: give a model's directory, or a name on the hub")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--actor.model_name_or_path {name}: {error}") from None
     except Exception as error:  # transformers lets through whatever a broken config.json makes of its code
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(f"--actor.model_name_or_path {name}: its config.json cannot be used ({reason})") from error
     if not overridden(args):
         return config

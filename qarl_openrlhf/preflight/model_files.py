@@ -5,7 +5,7 @@ import os
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.architecture import check_config, meta_model
 from qarl_openrlhf.planning.positions import load_config
-from qarl_openrlhf.preflight.paths import looks_local
+from qarl_openrlhf.planning.paths import looks_local
 from qarl_openrlhf.preflight.safetensors_headers import tensor_shapes
 
 # Checkpoints of these carry the names of transformers' parameters; others may be renamed as they are loaded.

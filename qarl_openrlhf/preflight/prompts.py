@@ -4,7 +4,7 @@ import glob
 import os
 
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.preflight.paths import looks_local, require_file
+from qarl_openrlhf.planning.paths import looks_local, require_file
 from qarl_openrlhf.preflight.rows import count_rows
 
 FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # what OpenRLHF reads as a file; other names go to the hub
@@ -53,6 +53,10 @@ def _rows(args, flag: str, name: str) -> int | None:
             raise ConfigError(f"--{flag} {path} does not exist: give a file ({', '.join(FORMATS)}), a directory, or a name on the hub")
         return None
     require_file(flag, path, f"a file ({', '.join(FORMATS)}), a directory, or a name on the hub")
+    group = flag.partition(".")[0]
+    split = args.data.prompt_split if group == "data" else args.eval.split
+    if split not in ("train", "", None):
+        raise ConfigError(f"--{'data.prompt_split' if group == 'data' else 'eval.split'} {split}: a local file such as {path} is all of split train: use train")
     count = count_rows(f"--{flag} {path}", path, args.data)
     if count == 0:
         raise ConfigError(f"--{flag} {path} has no rows: give a file with prompts")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.preflight.paths import looks_local, require_file
+from qarl_openrlhf.planning.paths import looks_local, require_file
 
 
 def check_reward(args) -> None:

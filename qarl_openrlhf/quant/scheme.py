@@ -69,7 +69,7 @@ class QuantScheme:
         for option in options:
             if option == "rollout" and not rollout_only:
                 rollout_only = True
-            elif re.fullmatch(r"g\d+", option) and group_size is None:
+            elif re.fullmatch(r"g[0-9]+", option) and group_size is None:
                 group_size = int(option[1:])
             else:
                 raise QuantError(f"scheme {text!r}: option {option!r} is unknown or repeated; {_known()}")

@@ -63,6 +63,8 @@ def test_every_flag_with_a_range_exists_and_its_default_is_in_it():
         (["--preset", "tbpo_short", "--preset_length", "nan"], "a finite number above 0 tokens"),
         (["--preset", "tbpo_short", "--preset_length", "inf"], "a finite number above 0 tokens"),
         (["--dry_run", "--dry_run_gpu_gb", "nan", "--device", "auto"], "--dry_run_gpu_gb nan"),
+        (["--preset", "tbpo_short", "--rollout.max_new_tokens", "abc"], "--rollout.max_new_tokens abc: give a number of tokens"),
+        (["--actor.model_name_or_path", " "], "--actor.model_name_or_path is missing"),
         (["--quant.kernel", "triton"], "on a CPU use auto or torch"),
         (["--use_ms"], "needs the package modelscope"),
         (["--quant.schem", "w4a16"], "unrecognized arguments: --quant.schem"),

@@ -13,9 +13,9 @@ from qarl_openrlhf.preflight.prompts import check_prompts
 def arguments(prompts, **data) -> N:
     given = {
         "prompt_dataset": str(prompts), "prompt_probs": None, "max_samples": 10**8, "input_key": "input", "label_key": "label",
-        "input_template": None, "apply_chat_template": False,
+        "input_template": None, "apply_chat_template": False, "prompt_split": "train",
     }  # fmt: skip
-    return N(data=N(**(given | data)), eval=N(dataset=None), rollout=N(batch_size=2))
+    return N(data=N(**(given | data)), eval=N(dataset=None, split="train"), rollout=N(batch_size=2))
 
 
 GOOD = b'{"input": "1 + 1 =", "label": "2"}\n'
@@ -91,6 +91,13 @@ def test_samples_that_the_flags_let_through_are_counted_and_weights_must_match(t
     for wrong in ("0.5,0.5", "x"):
         with pytest.raises(ConfigError, match="--data.prompt_probs"):
             check_prompts(arguments(path, prompt_probs=wrong))
+
+
+def test_a_local_file_has_no_other_split(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(GOOD * 5)
+    with pytest.raises(ConfigError, match="--data.prompt_split test: a local file .* use train"):
+        check_prompts(arguments(path, prompt_split="test"))
 
 
 def test_evaluation_prompts_are_read_too(tmp_path):
