@@ -9,14 +9,16 @@
 #      QARL_ABLATION_ARMS=... and QARL_ABLATION_SCHEMES=...  one comparison of your own in place of the paper's two
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/common.sh"
 steps=${QARL_ABLATION_STEPS:-15}
 seeds=${QARL_ABLATION_SEEDS:-0,1}
 out=${QARL_ABLATION_DIR:-$root/runs/ablation}
+need QARL_ABLATION_STEPS "$steps" "$count" "a whole number of steps, 1 or more"
+need QARL_ABLATION_SEEDS "$seeds" "[0-9]+(,[0-9]+)*" "whole numbers with commas between them, e.g. 0,1"
 inputs=$root/runs/inputs
 "$root/scripts/setup_env.sh" --cpu
 unset PYTHONPATH
-python=${QARL_VENV:-$root/.venv}/bin/python
+python=$venv/bin/python
 cd "$root"
 
 "$python" -m qarl_openrlhf.data.smollm2 "$inputs/SmolLM2-135M-Instruct" >&2

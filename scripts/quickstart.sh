@@ -8,12 +8,16 @@
 # scripts/quickstart_gpu.sh is the same job on one GPU.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/common.sh"
 steps=${QARL_QUICKSTART_STEPS:-15}
 seed=${QARL_QUICKSTART_SEED:-0}
 lr=${QARL_QUICKSTART_LR:-5e-6}
 out=${QARL_QUICKSTART_DIR:-$root/runs/quickstart}
 device=${QARL_QUICKSTART_DEVICE:-cpu}
+need QARL_QUICKSTART_STEPS "$steps" "$count" "a whole number of steps, 1 or more"
+need QARL_QUICKSTART_SEED "$seed" "0|$count" "a whole number, 0 or more"
+need QARL_QUICKSTART_LR "$lr" '[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?' "a learning rate, e.g. 5e-6"
+need QARL_QUICKSTART_DEVICE "$device" "cpu|cuda" "cpu or cuda"
 inputs=$root/runs/inputs
 if [ "$device" = cuda ]; then  # learner and engine take turns on one GPU; ipc carries the push
     prompts=32 mini=64 micro=64
@@ -24,7 +28,7 @@ else
 fi
 "$root/scripts/setup_env.sh" "--$device"
 unset PYTHONPATH
-python=${QARL_VENV:-$root/.venv}/bin/python
+python=$venv/bin/python
 cd "$root"
 
 "$python" -m qarl_openrlhf.data.smollm2 "$inputs/SmolLM2-135M-Instruct"

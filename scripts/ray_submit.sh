@@ -9,7 +9,7 @@
 # QARL_PRINT_COMMAND=1 prints the command and stops.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/common.sh"
 if [ $# -lt 2 ] || [ ! -f "$root/scripts/$2" ]; then
     echo "usage: [ARM=qarl] [QARL_NODES=N] scripts/ray_submit.sh DASHBOARD train_MODEL.sh [flags]; recipes: $(cd "$root/scripts" && echo train_*.sh)" >&2
     exit 2
@@ -21,7 +21,7 @@ for name in ARM ${!QARL_@} ${!HF_@} ${!NCCL_@}; do
     case $name in *TOKEN* | *KEY* | QARL_PRINT_COMMAND) continue ;; esac
     if [ -n "${!name:-}" ]; then variables+=("$name=${!name}"); fi
 done
-command=("${QARL_VENV:-$root/.venv}/bin/ray" job submit --address "$address" --
+command=("$venv/bin/ray" job submit --address "$address" --
     env ${variables[@]+"${variables[@]}"} bash "$root/scripts/$recipe" "$@")
 if [ -n "${QARL_PRINT_COMMAND:-}" ]; then
     printf '%q ' "${command[@]}"

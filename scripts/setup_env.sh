@@ -10,10 +10,8 @@
 # finds that mark, or other locks than now, builds anew. Two runs at a time wait for each other.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=${QARL_VENV:-$root/.venv}
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/common.sh"
 req=$root/requirements
-say() { echo "setup_env: $*" >&2; }
 
 kind=
 for arg in "$@"; do
@@ -30,7 +28,7 @@ case $kind in
     cuda) python_version=3.12 disk_gb=20 memory_gb=16 engine= ;;
 esac
 mkdir -p "$(dirname "$venv")"
-venv=$(cd "$(dirname "$venv")" && pwd)/$(basename "$venv")
+venv=$(CDPATH='' cd -- "$(dirname "$venv")" && pwd)/$(basename "$venv")
 stamp=$venv/.qarl-env incomplete=$venv/.qarl-incomplete
 
 # ---- what the environment should be: one hash for the stack, one for this package's metadata
@@ -38,8 +36,13 @@ stack_hash=$({ echo "$kind $venv $engine"; cat "$req"/*.txt; } | sha256sum | cut
 package_hash=$({ echo "$root"; cat "$root/setup.py" "$root/pyproject.toml"; } | sha256sum | cut -d' ' -f1)
 stamp_line() { sed -n "$1p" "$stamp" 2>/dev/null || true; }
 
-exec 9>"$venv.lock"
-flock -n 9 || { say "another run is at work on $venv, waiting"; flock 9; }
+missing=()
+if command -v flock >/dev/null; then
+    exec 9>"$venv.lock"
+    flock -n 9 || { say "another run is at work on $venv, waiting"; flock 9; }
+else
+    missing+=("flock (Debian: util-linux)")
+fi
 
 if [ ! -e "$incomplete" ] && [ "$(stamp_line 1)" = "$stack_hash" ] && [ "$(stamp_line 2)" = "$package_hash" ]; then
     say "$venv is ready ($kind)"
@@ -53,12 +56,12 @@ fi
 # ---- preflight: one line with everything that is missing
 python_works() { "$1" -c "import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (${python_version/./, }))" 2>/dev/null; }
 find_python() {
-    local candidate
-    for candidate in ${QARL_PYTHON:-python$python_version python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/$python_version.*/bin/python}; do
+    local candidate candidates=("python$python_version" python3 python "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/$python_version.*/bin/python)
+    [ -z "${QARL_PYTHON:-}" ] || candidates=("$QARL_PYTHON")
+    for candidate in "${candidates[@]}"; do
         if python_works "$candidate"; then echo "$candidate"; return; fi
     done
 }
-missing=()
 [ "$(uname -s) $(uname -m)" = "Linux x86_64" ] || missing+=("Linux on x86-64 (this is $(uname -s) $(uname -m))")
 python=$(find_python)
 if [ -z "$python" ]; then

@@ -5,8 +5,8 @@
 #   scripts/test.sh tests/quant -x        part of it
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/common.sh"
 cd "$root"
 "$root/scripts/setup_env.sh"
 unset PYTHONPATH
-"${QARL_VENV:-$root/.venv}/bin/python" -m pytest -q --durations=10 -m "not slow" "$@"
+"$venv/bin/python" -m pytest -q --durations=10 -m "not slow" "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen2.5-Math-1.5B, the paper's setting on 8 GPUs of 80 GB. ARM, environment variables and flags: scripts/lib/recipe.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/recipe.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/recipe.sh"
 
 # Not in the paper: the model has 4,096 positions, prompt and response 18,432. --model.* rewrites config.json for learner, engines
 # and exports alike; the base of its rotary positions, 10,000, is raised by about the same factor.

@@ -3,7 +3,7 @@
 # master weights and optimizer state are in main memory. ARM, environment variables and flags: scripts/lib/recipe.sh
 # Smaller than the paper: the model's own 4,096 positions, 128 prompts x 8 samples, still 8 updates a rollout.
 export QARL_NODES=1 QARL_GPUS_PER_NODE=1
-source "$(dirname "${BASH_SOURCE[0]}")/lib/recipe.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/recipe.sh"
 
 # The paper's bands belong to 16,384 tokens: widened for responses of about 1,000.
 short=()

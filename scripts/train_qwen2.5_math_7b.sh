@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen2.5-Math-7B, the paper's setting on 8 GPUs of 80 GB. ARM, environment variables and flags: scripts/lib/recipe.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/recipe.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/recipe.sh"
 
 # Not in the paper: the model has 4,096 positions, prompt and response 18,432; see train_qwen2.5_math_1.5b.sh.
 train qwen2.5-math-7b Qwen/Qwen2.5-Math-7B grpo_tis 1 80 \

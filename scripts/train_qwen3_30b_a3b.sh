@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3-30B-A3B, the paper's setting on 8 GPUs of 80 GB. ARM, environment variables and flags: scripts/lib/recipe.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/recipe.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/recipe.sh"
 
 # TP 2: an expert has 768 intermediate features, of which a rank must hold whole groups of 128; and the BF16 arm's engine would
 # leave one card no room for its KV cache. Master weights and optimizer state are in main memory (about 350 GiB a node).

@@ -10,10 +10,13 @@
 # env: QARL_NODES=1  QARL_GPUS_PER_NODE=8  QARL_DATA=FILE.jsonl  QARL_REWARD=FILE.py  QARL_RUN_DIR=runs/MODEL-ARM
 #      QARL_VENV=.venv  QARL_PRINT_COMMAND=1 (print the command, one quoted line, and stop)
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 ARM=${ARM:-qarl}
 nodes=${QARL_NODES:-1}
 gpus=${QARL_GPUS_PER_NODE:-8}
+need ARM "$ARM" "qarl|rollout|bf16" "bf16, rollout or qarl"
+need QARL_NODES "$nodes" "$count" "a whole number, 1 or more"
+need QARL_GPUS_PER_NODE "$gpus" "$count" "a whole number, 1 or more"
 
 # The paper's setting (section 5 and its appendix).
 paper=(
@@ -52,14 +55,12 @@ train() {
         bf16) scheme=bf16 objective=$baseline ;;
         rollout) scheme=w4a16:rollout objective=$baseline ;;  # group size 128 is ours, the paper does not say
         qarl) scheme=w4a16 objective=tbpo ;;                  # TBPO's defaults are the paper's bands, for 16,384-token responses
-        *) echo "${0##*/}: ARM=$ARM is unknown: use bf16, rollout or qarl" >&2; exit 2 ;;
     esac
     if (( nodes * gpus % tp )); then
-        echo "${0##*/}: QARL_NODES x QARL_GPUS_PER_NODE = $((nodes * gpus)) GPUs do not divide into engines of TP $tp" >&2
+        say "QARL_NODES x QARL_GPUS_PER_NODE = $((nodes * gpus)) GPUs do not divide into engines of TP $tp"
         exit 2
     fi
     local out=${QARL_RUN_DIR:-$root/runs/$name-$ARM}
-    local venv=${QARL_VENV:-$root/.venv}
     local python=$venv/bin/python
     local command=("$python" -m qarl_openrlhf.cli.train_qarl
         --actor.model_name_or_path "$model"

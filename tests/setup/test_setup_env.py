@@ -35,6 +35,7 @@ def tree(tmp_path):
     root = tmp_path / "tree"
     (root / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "setup_env.sh", root / "scripts")
+    shutil.copytree(ROOT / "scripts" / "lib", root / "scripts" / "lib")
     (root / "requirements").mkdir()
     for path in (ROOT / "requirements").glob("*.txt"):
         (root / "requirements" / path.name).write_text("")
@@ -110,13 +111,27 @@ def test_foreign_directory_is_refused_and_left_alone(tree, tmp_path):
 def test_everything_missing_is_one_line(tree, tmp_path):
     tools = tmp_path / "bin"  # no g++, and a Python of another version
     tools.mkdir()
-    for name in ("bash", "dirname", "basename", "mkdir", "sha256sum", "cut", "cat", "sed", "flock", "uname", "grep", "awk", "df", "ls"):
+    for name in ("bash", "dirname", "basename", "readlink", "mkdir", "sha256sum", "cut", "cat", "sed", "flock", "uname", "grep", "awk", "df", "ls"):
         (tools / name).symlink_to(shutil.which(name))
     result = run(tree, env={"QARL_PYTHON": "/bin/false"}, path=str(tools))
     assert result.returncode == 1
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("setup_env: missing for the cpu stack: Python 3.11 with venv (QARL_PYTHON=/bin/false is not that); ")
     assert "the C++ compiler g++" in line and not (tree / ".venv").exists()
+
+
+def test_flock_and_a_python_with_a_space_in_its_path(tree, tmp_path):
+    tools = tmp_path / "bin"  # no flock
+    tools.mkdir()
+    for name in ("bash", "dirname", "basename", "readlink", "mkdir", "sha256sum", "cut", "cat", "sed", "uname", "grep", "awk", "df", "ls"):
+        (tools / name).symlink_to(shutil.which(name))
+    python = tmp_path / "my python" / "bin of it" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\nexec {getattr(sys, '_base_executable', sys.executable)} \"$@\"\n")
+    python.chmod(0o755)
+    result = run(tree, env={"QARL_PYTHON": str(python)}, path=str(tools))
+    assert result.returncode == 1 and "flock (Debian: util-linux)" in result.stderr and "command not found" not in result.stderr
+    assert ("QARL_PYTHON" in result.stderr) == (sys.version_info[:2] != (3, 11))
 
 
 def test_unknown_argument(tree):
