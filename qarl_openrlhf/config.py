@@ -101,6 +101,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     if args.sync.probe_every < 1:
         raise ConfigError("--sync.probe_every must be at least 1")
     args.sync.transport = choose_transport(args, device)
+    _check_schedulers(args)
     _check_muon(args, typed)
     if args.quant.cache == "auto":
         args.quant.cache = default_cache(args.ds.zero_stage, device)
@@ -153,6 +154,16 @@ def _check_objective(args, typed: set[str]) -> None:
                 f"--objective.name {args.objective.name} makes one optimizer step a rollout, these flags make {updates:g}: set --train.batch_size "
                 f"{args.rollout.batch_size * args.rollout.n_samples_per_prompt} and --train.max_epochs 1"
             )
+
+
+def _check_schedulers(args) -> None:
+    from transformers import SchedulerType
+
+    known = [kind.value for kind in SchedulerType]
+    for role in ["actor", "critic"] if args.critic.model_name_or_path else ["actor"]:
+        name = getattr(args, role).lr_scheduler
+        if name not in known:
+            raise ConfigError(f"--{role}.lr_scheduler {name} does not exist: there are {', '.join(known)}")
 
 
 def _check_muon(args, typed: set[str]) -> None:

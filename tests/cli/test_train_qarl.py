@@ -95,6 +95,7 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--quant.scheme", "w8a8", "--vllm.tensor_parallel_size", "2"], "not be aligned"),
         (["--objective.name", "onpolicy_grpo"], "one optimizer step a rollout"),
         (["--sync.probe_every", "0"], "at least 1"),
+        (["--actor.lr_scheduler", "nope"], "cosine_with_min_lr"),
         (["--rollout.n_samples_per_prompt", "1"], "requires n_samples_per_prompt > 1"),
     ],
 )  # fmt: skip
