@@ -75,8 +75,12 @@ def convert_model(
 
     cache: ``packed``, ``dequant`` or ``none``. skip: names or fnmatch patterns of layers to leave unquantized. tp: the
     engine's tensor-parallel size, which decides whether the groups fit. Works on meta and ZeRO-3 partitioned parameters.
-    QuantError, before anything is changed, for a layer that cannot run the scheme.
+    QuantError, before anything is changed, for a layer that cannot run the scheme, and for a model that is converted already.
     """
+    if hasattr(model, "quant_cache"):
+        raise QuantError(f"this {type(model).__name__} is converted already: load the model anew for {scheme}")
+    if isinstance(skip, str):  # its letters would be taken for patterns, "*" for all layers
+        raise QuantError(f"skip={skip!r} is a string: give a tuple of names or patterns, ({skip!r},)")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     blocks = experts.expert_modules(model)
     plans = []
@@ -176,8 +180,11 @@ def published_tensors(
     Names are the checkpoint's, except that experts stay stacked (see :mod:`qarl_openrlhf.quant.expert_names`). Quantized
     layers give their packed tensors (``<layer>.weight_packed`` and so on), each other parameter itself; a tied
     lm_head comes once, under the embedding's name. gather: ``deepspeed.zero.GatheredParameters`` under ZeRO-3 (then every
-    rank must exhaust the iterator); layers that the cache holds are not gathered.
+    rank must exhaust the iterator); layers that the cache holds are not gathered. QuantError for a model that was not converted
+    for ``scheme``.
     """
+    if not hasattr(model, "quant_cache"):
+        raise QuantError(f"this {type(model).__name__} is not converted: call convert_model(model, scheme) first, for bf16, too")
     layers = quantized_layers(model)
     made_for = {layer.scheme for layer in layers.values()}
     parameters = {f"{name}.weight" if isinstance(layer, QuantLinear) else name: name for name, layer in layers.items()}

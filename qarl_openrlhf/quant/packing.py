@@ -78,6 +78,8 @@ def quantize_with_copy(
     if w.dim() not in (2, 3) or w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise QuantError(f"{name}: expected a float weight [N, K] or [E, N, K], got {w.dtype} {list(w.shape)}")
     shape, dtype = tuple(w.shape), w.dtype
+    if shape[-1] == 0:
+        raise QuantError(f"{name}: {list(shape)} has rows without weights, of which no scale can be made")
     if scheme.group_size and shape[-1] % scheme.group_size:
         scheme.check_layer(name, shape[-2], shape[-1])
     values = w.detach().to(torch.bfloat16) if dtype == torch.float32 else w.detach()

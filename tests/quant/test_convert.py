@@ -104,7 +104,7 @@ def test_refusals_change_nothing():
         convert_model(model, parse("w4a16"), tp=4)
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear and not hasattr(model, "quant_cache")
     convert_model(model, parse("w4a16"))
-    with pytest.raises(QuantError, match="model.layers.0.self_attn.q_proj is a QuantLinear.*convert it once"):
+    with pytest.raises(QuantError, match="LlamaForCausalLM is converted already"):
         convert_model(model, parse("w4a16"))
     with pytest.raises(QuantError, match=r"converted for \['w4a16'\], not for w8a8"):
         next(published_tensors(model, parse("w8a8")))
@@ -146,3 +146,36 @@ def test_what_the_cache_holds_is_not_gathered():
     gathered.clear()
     list(published_tensors(model, parse("w4a16"), gather=gather))
     assert [id(p) for p in gathered] == [id(p) for p in plain]
+
+
+@pytest.mark.parametrize("second", ["bf16", "w8a8", "w4a16:g64"])
+@pytest.mark.parametrize("first", ["bf16", "w8a8"])
+def test_a_model_is_converted_once(first, second):
+    model = tiny()
+    convert_model(model, parse(first))
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises(QuantError, match="is converted already: load the model anew"):
+        convert_model(model, parse(second))
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert dict(published_tensors(model, parse(first)))
+
+
+@pytest.mark.parametrize("name", ["bf16", "w8a8"])
+def test_an_unconverted_model_publishes_nothing(name):
+    with pytest.raises(QuantError, match="is not converted: call convert_model"):
+        next(published_tensors(tiny(), parse(name)))
+
+
+@pytest.mark.parametrize("skip", ["*.q_proj", "lm_head", ""])
+def test_skip_is_no_string(skip):
+    model = tiny()
+    with pytest.raises(QuantError, match="is a string: give a tuple"):
+        convert_model(model, parse("w8a8"), skip=skip)
+    assert not any(isinstance(module, QuantLinear) for module in model.modules()) and not hasattr(model, "quant_cache")
+
+
+@pytest.mark.parametrize("name", ["w4a16:g64", "w8a8", "fp8", "w4a8"])
+@pytest.mark.parametrize("shape", [(8, 0), (2, 8, 0), (0, 0)])
+def test_rows_without_weights(name, shape):
+    with pytest.raises(QuantError, match=r"layer: \[.*0\] has rows without weights"):
+        quantize_weight(torch.zeros(shape, dtype=torch.bfloat16), parse(name), name="layer")
