@@ -1,4 +1,4 @@
-"""Reading files of one JSON object a line, also while another process writes them or after it was killed at it."""
+"""Files of one JSON object a line, also while another process writes them or after it was killed at it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ def read_lines(path: str | os.PathLike) -> list[str]:
     """
     lines = Path(path).read_bytes().decode("utf-8", errors="replace").split("\n")
     return lines if lines[-1] else lines[:-1]
+
+
+def append_lines(path: str | os.PathLike, lines: list[str]) -> None:
+    """Append lines (without their ends), after ending one that a killed process left unfinished: else the first would be lost."""
+    with open(path, "ab+") as file:
+        torn = file.tell() and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n"
+        file.write(("\n" * bool(torn) + "".join(f"{line}\n" for line in lines)).encode("utf-8"))
 
 
 def read_objects(path: str | os.PathLike) -> list[dict]:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from qarl_openrlhf.data.files import atomic_file
-from qarl_openrlhf.data.lines import read_objects
+from qarl_openrlhf.data.lines import append_lines, read_objects
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.evaluation.items import Item, Settings
 
@@ -53,6 +53,4 @@ class Records:
         return {index: record for index, record in records.items() if index in wanted and len(record["samples"]) >= k}
 
     def append(self, records: list[dict]) -> None:
-        torn = self.path.is_file() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n")
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write("\n" * bool(torn) + "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        append_lines(self.path, [json.dumps(record, ensure_ascii=False) for record in records])

@@ -46,10 +46,13 @@ class _Tail:
             return []
         if os.path.getsize(self.path) < self.offset:  # another run's file, moved out of the way since
             self.offset = 0
-        with open(self.path, encoding="utf-8") as file:
+        with open(self.path, encoding="utf-8", errors="replace") as file:
             file.seek(self.offset)
             rows = []
             while (line := file.readline()).endswith("\n"):
-                rows.append(json.loads(line))
                 self.offset = file.tell()
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:  # the end of a line that an earlier, killed run left unfinished
+                    continue
         return rows

@@ -8,6 +8,7 @@
 import json
 import os
 
+from qarl_openrlhf.data.lines import append_lines
 from qarl_openrlhf.metrics.histograms import description
 from qarl_openrlhf.metrics.start_policy import StartPolicy
 
@@ -32,5 +33,4 @@ def write_records(directory: str, step: int, record: dict) -> None:
 
 
 def _append(path: str, rows: list[dict]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, separators=(",", ":"), ensure_ascii=False) + "\n" for row in rows)
+    append_lines(path, [json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in rows])

