@@ -29,11 +29,11 @@ class Run:
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of one metric, without the steps that lack it."""
-        pairs = [(row["step"], row[name]) for row in self.rows if isinstance(row.get(name), (int, float))]
+        pairs = [(row["step"], row[name]) for row in self.rows if _is_number(row.get(name))]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def has(self, name: str) -> bool:
-        return any(isinstance(row.get(name), (int, float)) for row in self.rows)
+        return any(_is_number(row.get(name)) for row in self.rows)
 
     def names(self, prefix: str) -> list[str]:
         """All metrics of the run whose name starts with `prefix`."""
@@ -59,6 +59,11 @@ def load_run(directory: str | os.PathLike) -> Run:
     if not rows:
         raise ReportError(f"{path} has no steps yet")
     return Run(directory, [rows[step] for step in sorted(rows)], notes)
+
+
+def _is_number(value) -> bool:
+    """NaN, infinity and what no picture has room for, which our writer never writes, are gaps."""
+    return isinstance(value, (int, float)) and abs(value) < 1e30  # False for NaN
 
 
 def mean(values: list[float]) -> float:

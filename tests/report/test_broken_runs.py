@@ -108,3 +108,15 @@ def test_tokens_of_named_runs_and_flags_that_need_each_other(tmp_path, capsys):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["tokens-all-set-a.html", "tokens-all-set-b.html", "tokens-w4a16:rollout.html"]
     assert "--steps chooses responses to show: it needs --tokens" in refused(capsys, tmp_path / "set" / "a", "--steps", "1")
     assert "names no directory" in refused(capsys, "") and "names no directory" in refused(capsys, "name=")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-1e308", '"x"', "null", "1" + "0" * 400])
+def test_values_that_are_no_figures_are_gaps(tmp_path, value):
+    from qarl_openrlhf.report.summary import write_summary
+
+    for name in "ab":
+        run = flags(tmp_path / name, preset="tbpo")
+        lines = [f'{{"step": {i}, "rollout/reward_mean": {0.5 if i < 3 else value}, "policy_loss": {value}}}\n' for i in (1, 2, 3)]
+        (run / "metrics.jsonl").write_text("".join(lines))
+        assert load_run(run).series("rollout/reward_mean") == ([1, 2], [0.5, 0.5]) and not load_run(run).has("policy_loss")
+    write_summary(entries_below(tmp_path), tmp_path)
