@@ -1,8 +1,11 @@
 """DeepSpeed 0.19 on a CPU: no compiler run in the middle of a start-up, and ZeRO-3 gathers that are complete.
 
-DeepSpeed compiles a shared-memory all-reduce with g++ when the first process group is made on a CPU (about 20 s, and a
-failure where no compiler is installed). gloo does the same work for the few megabytes that travel on one host.
+DeepSpeed compiles a shared-memory all-reduce with g++ when the first process group is made on a CPU (about 20 s, a failure where
+no compiler is installed, and, where a build was killed once, an endless wait for the lock it left behind). gloo does the same
+work for the few megabytes that travel on one host.
 """
+
+import importlib
 
 import torch
 
@@ -13,8 +16,8 @@ def apply() -> None:
     require_version("deepspeed", ">=0.19,<0.20")
     if torch.cuda.is_available():
         return
-    from deepspeed.comm import torch as torch_backend
-
+    # Not `from deepspeed.comm import torch`: that is PyTorch itself, which deepspeed.comm imports under the module's name.
+    torch_backend = importlib.import_module("deepspeed.comm.torch")
     torch_backend.build_shm_op = lambda: None  # "not available": DeepSpeed then uses the gloo group for everything
     _wait_for_every_gather()
 

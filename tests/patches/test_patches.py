@@ -1,5 +1,6 @@
 """Each patch does what it says, and what it mends is really broken without it."""
 
+import socket
 import subprocess
 import sys
 
@@ -48,13 +49,11 @@ from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
 from openrlhf.trainer.ray import launcher, vllm_engine
 from openrlhf.utils.deepspeed import deepspeed as host
 from transformers.utils import is_flash_attn_2_available
-from deepspeed.comm import torch as torch_backend
 from qarl_openrlhf import runtime
 assert torch.cuda.current_device() == "cpu" and torch.cuda.synchronize() is None
 assert NaiveReplayBuffer(4).target_device == torch.device("cpu")
 assert not [name for name in sys.modules if name.split(".")[0] == "flash_attn"], "stand-ins left behind"
 assert importlib.util.find_spec("flash_attn") is None and not is_flash_attn_2_available()
-assert torch_backend.build_shm_op() is None
 assert launcher.placement_group is vllm_engine.placement_group is runtime.placement_group
 x = torch.randn(2, 5, 3); mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
 tokens, indices, cu, longest, lengths = ring_attn_utils.unpad_input(x, mask)
@@ -66,6 +65,38 @@ torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore()
 assert host.init_device_mesh("cuda", (1, 1, 1), mesh_dim_names=("dp", "sp", "tp")).device_type == "cpu"
 print("patched")
 """
+
+
+DISTRIBUTED = """
+import os, sys
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+from qarl_openrlhf import patches
+if sys.argv[2] == "patched":
+    patches.apply()
+import deepspeed
+from deepspeed.ops.op_builder import OpBuilder
+OpBuilder.load = lambda self, *args, **kwargs: print("compiled", self.NAME)
+deepspeed.init_distributed("gloo")
+import torch
+x = torch.ones(3)
+deepspeed.comm.all_reduce(x)
+assert torch.equal(x, torch.ones(3))
+print("done")
+"""
+
+
+@without_cuda
+@pytest.mark.parametrize("state", ["patched", "not patched"])
+def test_nothing_is_compiled_when_deepspeed_makes_its_process_group(state):
+    """Of OpenRLHF's start; a compiler run there also left locks behind that the next start waited for without end."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = [sys.executable, "-c", DISTRIBUTED, str(port), state]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ("compiled" in done.stdout) == (state != "patched"), done.stdout + done.stderr
+    if state == "patched":
+        assert done.stdout.strip().endswith("done"), done.stderr
 
 
 @without_cuda
