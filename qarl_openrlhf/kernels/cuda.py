@@ -13,7 +13,6 @@ import logging
 import weakref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qarl_openrlhf.kernels import product
@@ -174,7 +173,7 @@ def _w4a16(x: Tensor, packed, copy: Tensor | None, bias: Tensor | None, m: int, 
         return y.view(*x.shape[:-1], n)
     why = "the copy is kept" if copy is not None else "dequantizing costs little beside this many rows"
     _note(packed.scheme, m, n, k, "library BF16", why)
-    return F.linear(x, dequantize(packed) if copy is None else copy, bias)
+    return product.linear(x, dequantize(packed) if copy is None else copy, bias)
 
 
 def grouped_linear(x: Tensor, packed, copy: Tensor | None, ends: Tensor) -> Tensor:

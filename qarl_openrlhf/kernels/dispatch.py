@@ -98,7 +98,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     w may be the float32 :func:`product.operand` copy of the weight; the same bits come out, with or without grad.
     """
     if not product.in_float32(x) and x.dtype == w.dtype:
-        return torch.nn.functional.linear(x, w, bias)
+        return product.linear(x, w, bias)
     return product.PlainLinear.apply(x, w, bias)
 
 
@@ -135,7 +135,7 @@ def quantized_linear(x: Tensor, packed, operand: Tensor | None, bias: Tensor | N
     if scheme.activation_format == "int8":
         total = product.integer_product(codes, operand)
     else:
-        total = torch.nn.functional.linear(codes.float(), operand.float())
+        total = product.linear(codes.float(), operand.float())
     channel_scale, late_bias = packed.weight_scale, False
     if scheme.name == "w4a8":
         channel_scale, late_bias = reference.w4a8_engine_scales(packed.weight_scale)[1], True

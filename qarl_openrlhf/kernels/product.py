@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# PyTorch's own, whatever is put in the place of torch.nn.functional.linear: DeepSpeed's zero.Init replaces that by a product
+# rounded to BF16 with the bias added to it afterwards, which no engine computes.
+linear = torch._C._nn.linear
+
 
 @cache
 def cpu_multiplies_bf16() -> bool:
@@ -42,9 +46,9 @@ def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def forward(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """``x [..., K] @ w[N, K]^T + bias`` in x's dtype, outside autograd; w may be the float32 :func:`operand`."""
     if x.dtype == w.dtype and not in_float32(x):
-        return F.linear(x, w, bias)
+        return linear(x, w, bias)
     # The bias is added in float32, before the one rounding, as a fused epilogue does.
-    return F.linear(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
+    return linear(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def backward(
@@ -86,7 +90,7 @@ def integer_product(x: Tensor, w: Tensor) -> Tensor:
     if x.device.type == "cuda":
         return _int_mm(x, w.to(torch.int8)).float()
     x, w = x.float(), w.float()
-    slices = [F.linear(a, b) for a, b in zip(x.split(1024, -1), w.split(1024, -1), strict=True)]
+    slices = [linear(a, b) for a, b in zip(x.split(1024, -1), w.split(1024, -1), strict=True)]
     if len(slices) == 1:
         return slices[0]
     return torch.stack([part.to(torch.int32) for part in slices]).sum(0, dtype=torch.int32).float()

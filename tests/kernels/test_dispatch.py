@@ -66,3 +66,20 @@ def test_grouped_reference(name):
         assert torch.allclose(x.grad[rows].float(), (dy[rows].float() @ w[e].float()), rtol=1e-2, atol=1e-3)
         assert torch.allclose(weight.grad[e].float(), dy[rows].float().T @ x[rows].detach().float(), rtol=1e-2, atol=1e-2)
     assert not weight.grad[1].any()
+
+
+@pytest.mark.parametrize("scheme", ["w4a16:g32", "w8a8", None])
+def test_products_are_pytorchs_own_whatever_replaces_the_function(monkeypatch, scheme):
+    """DeepSpeed's zero.Init puts a product that rounds before it adds the bias in the place of functional.linear."""
+    torch.manual_seed(0)
+    x, w, bias = torch.randn(5, 64).bfloat16(), torch.randn(32, 64).bfloat16(), torch.randn(32).bfloat16()
+
+    def run():
+        if scheme is None:
+            return dispatch.linear(x, w, bias)
+        parsed = QuantScheme.parse(scheme)
+        return dispatch.quantized_linear(x, quantize_weight(w, parsed), None, bias, parsed)
+
+    expected = run()
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: torch.zeros(5, 32))
+    assert torch.equal(run(), expected)
