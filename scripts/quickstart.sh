@@ -2,8 +2,8 @@
 # QaRL from nothing on a machine without a GPU: sets the environment up and trains SmolLM2-135M-Instruct, W4A16 + TBPO, on
 # single-digit sums of reasoning-gym. Arguments are flags of train_qarl and win, e.g. the paper's other two arms:
 #   bash scripts/quickstart.sh
-#   bash scripts/quickstart.sh --quant.scheme w4a16:g64:rollout
-#   bash scripts/quickstart.sh --quant.scheme bf16
+#   QARL_QUICKSTART_DIR=runs/rollout bash scripts/quickstart.sh --quant.scheme w4a16:g64:rollout
+#   QARL_QUICKSTART_DIR=runs/bf16 bash scripts/quickstart.sh --quant.scheme bf16
 # env: QARL_QUICKSTART_STEPS=15  QARL_QUICKSTART_SEED=0  QARL_QUICKSTART_LR=5e-6  QARL_QUICKSTART_DIR=runs/quickstart
 # scripts/quickstart_gpu.sh is the same job on one GPU.
 set -euo pipefail
