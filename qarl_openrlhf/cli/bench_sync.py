@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from importlib.metadata import version
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.openrlhf:
         rows.append(measure_openrlhf(args, directory))
     record = {
-        "command": "python -m qarl_openrlhf.cli.bench_sync " + " ".join(argv or os.sys.argv[1:]),
+        "command": "python -m qarl_openrlhf.cli.bench_sync " + " ".join(_without_out(argv or sys.argv[1:])),
         "card": f"{need} x {torch.cuda.get_device_name()}",
         "versions": {name: version(name) for name in ("torch", "vllm", "ray", "transformers")} | {"python": platform.python_version()},
         "environment": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
@@ -124,6 +125,12 @@ def measure_openrlhf(args, directory: str) -> dict:
     row = {"scheme": "bf16, OpenRLHF's own push", "pushes": len(pushes), "p50_ms": statistics.median(pushes), "min_ms": min(pushes)}
     print("  ".join(f"{k}={_short(v)}" for k, v in row.items()), flush=True)
     return row
+
+
+def _without_out(words: list[str]) -> list[str]:
+    """The command line without the place of the result, which says nothing about it."""
+    at = words.index("--out") if "--out" in words else len(words)
+    return words[:at] + words[at + 2 :]
 
 
 def _short(value) -> str:

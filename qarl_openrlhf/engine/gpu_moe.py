@@ -70,7 +70,7 @@ def expert_slot(path: str, layer: nn.Module, attribute: str, parameter: Tensor, 
         size = shape[0] // 2
         part = ExpertPart(1, rank * size, size, first, count, halves=True)
         shape[0] *= tp
-    elif shape[1] == 1 or tp == 1:  # a scale a channel is on every rank
+    elif tp == 1 or (suffix == "weight_scale" and not transposed and shape[1] == 1):  # a scale a channel is on every rank
         part = ExpertPart(None, 0, 0, first, count)
     else:
         part = ExpertPart(2, rank * shape[1], shape[1], first, count)
