@@ -59,7 +59,8 @@ def assert_same(bench) -> None:
         theirs = torch.tensor(ray.get(engine.probe_logprobs.remote([text]), timeout=60)[0])
         gap = float((mine.cpu() - theirs).abs().mean())
         print(f"{bench.learner.scheme}: mean |delta logp| {gap:.5f}")
-        # Random models: BF16 rounding explains 0.03, and what it flips among 8-bit activations 0.14 (fp8: steps of an eighth).
+        # Random models. BF16 alone is 0.03; w8a8, fp8 and w4a8 were seen at 0.08, 0.13 and 0.14. That this is rounding that flips
+        # 8-bit codes, and not another arithmetic, is still to be shown by comparing the codes.
         assert gap < {"bf16": 0.06, "int8": 0.15, "fp8": 0.25}[bench.learner.scheme.activation_format]
         if bench.learner.scheme.name == "w4a16":
             wanted = effective(bench.learner)
