@@ -3,17 +3,19 @@
 # Trains SmolLM2-135M-Instruct for a few steps at a high learning rate, so that codes change, and keeps each run's
 # metrics in benchmarks/results/mismatch_<arm>.jsonl; `python benchmarks/mismatch_arms.py` prints the table.
 #   bash benchmarks/mismatch_arms.sh [ARM ...]        arms: bf16 w4a16:g64:rollout w4a16:g64
-# env: STEPS=8  LR=6e-5  OUT=runs/mismatch
+# env: STEPS=8  LR=6e-5  OUT=runs/mismatch  QARL_VENV=.venv
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../scripts/lib/common.sh"
 steps=${STEPS:-8}
 lr=${LR:-6e-5}
 out=${OUT:-$root/runs/mismatch}
+[[ $out == /* ]] || out=$PWD/$out
+need STEPS "$steps" "$count" "a whole number of steps, 1 or more"
 inputs=$root/runs/inputs
 "$root/scripts/setup_env.sh" --cpu
 unset PYTHONPATH
-python=${QARL_VENV:-$root/.venv}/bin/python
+python=$venv/bin/python
 cd "$root"
 [ $# -gt 0 ] || set -- bf16 w4a16:g64:rollout w4a16:g64
 

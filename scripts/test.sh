@@ -6,7 +6,7 @@
 set -euo pipefail
 
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/common.sh"
-cd "$root"
 "$root/scripts/setup_env.sh"
 unset PYTHONPATH
+cd "$root"
 "$venv/bin/python" -m pytest -q --durations=10 -m "not slow" "$@"

@@ -12,10 +12,14 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then # the comment at the top of the 
     exit 0
 fi
 
-# Relative to the caller's directory, and only once: scripts call each other, after a cd.
+# Relative paths are the caller's. Resolved here and once: scripts call each other, after a cd.
+for name in QARL_VENV QARL_RUN_DIR QARL_QUICKSTART_DIR QARL_ABLATION_DIR; do
+    [[ -z ${!name:-} || ${!name} == /* ]] || export "$name=$PWD/${!name}"
+done
+for name in QARL_DATA QARL_REWARD QARL_VLLM_CPU; do # also names on a hub, URLs, requirements: those are no file here
+    [[ -z ${!name:-} || ${!name} == /* || ! -e ${!name} ]] || export "$name=$PWD/${!name}"
+done
 venv=${QARL_VENV:-$root/.venv}
-[[ $venv == /* ]] || venv=$PWD/$venv
-[ -z "${QARL_VENV:-}" ] || export QARL_VENV=$venv
 
 # need NAME VALUE PATTERN WHAT: ends the script, before it has done anything, where a variable is not WHAT.
 need() {

@@ -1,6 +1,7 @@
-"""The scripts from wherever they are called: paths with spaces, links, CDPATH, relative QARL_VENV; and what they refuse."""
+"""The scripts from wherever they are called: paths with spaces, links, CDPATH, relative paths in variables; and what they refuse."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ def tree(tmp_path):
     """Our scripts in a tree with a space in its name; set-up and Python only say that they were called."""
     root = tmp_path / "the tree"
     shutil.copytree(ROOT / "scripts", root / "scripts")
+    shutil.copytree(ROOT / "benchmarks", root / "benchmarks", ignore=shutil.ignore_patterns("results"))
     setup = root / "scripts" / "setup_env.sh"
     setup.write_text('#!/bin/bash\necho "SETUP $QARL_VENV"\n')
     setup.chmod(0o755)
@@ -33,16 +35,59 @@ def call(script, *args, cwd, **env):
     return subprocess.run(["bash", str(script), *args], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("script", ["quickstart.sh", "quickstart_gpu.sh", "test.sh", "ablate_objectives.sh", "train_qwen3_8b.sh"])
-def test_a_relative_environment_is_the_callers(tree, tmp_path, script):
+def runs_python(path: Path) -> bool:
+    text = path.read_text()
+    return "$python" in text or "/bin/python" in text or "recipe.sh" in text or "quickstart.sh" in text
+
+
+CALLERS = sorted(
+    str(path.relative_to(ROOT))
+    for path in [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "benchmarks").glob("*.sh")]
+    if runs_python(path) and path.name not in ("setup_env.sh", "ray_submit.sh")  # with tests of their own
+)
+
+
+@pytest.mark.parametrize("script", CALLERS)
+def test_relative_paths_in_variables_are_the_callers(tree, tmp_path, script):
+    """Of every script that runs Python; each takes what it knows of these variables."""
     caller = tmp_path / "caller"
-    done = call(tree / "scripts" / script, cwd=caller, QARL_VENV="my env", CDPATH=f"{caller}:{tree}")
+    for name in ("rows.jsonl", "own_reward.py"):
+        (caller / name).write_text("")
+    places = dict.fromkeys(("QARL_RUN_DIR", "QARL_QUICKSTART_DIR", "QARL_ABLATION_DIR", "OUT"), "my runs")
+    if script.startswith("benchmarks"):  # it copies what the run, which is none here, leaves
+        for arm in ("bf16", "w4a16-g64-rollout", "w4a16-g64"):
+            (caller / "my runs" / arm).mkdir(parents=True)
+            (caller / "my runs" / arm / "metrics.jsonl").write_text("")
+    done = call(
+        tree / script, cwd=caller, QARL_VENV="my env", QARL_DATA="rows.jsonl", QARL_REWARD="own_reward.py", CDPATH=f"{caller}:{tree}", **places
+    )
     lines = (done.stdout + done.stderr).splitlines()
     assert done.returncode == 0 and all(line.startswith(("SETUP", "PYTHON")) for line in lines), lines
     venv = caller / "my env"
     assert all(line == f"SETUP {venv}" for line in lines if line.startswith("SETUP"))
     pythons = [line for line in lines if line.startswith("PYTHON")]
     assert pythons and all(line.startswith(f"PYTHON {venv}/bin/python -m ") for line in pythons)
+    words = "".join(pythons)
+    if script.startswith("scripts/train_"):
+        assert f"--data.prompt_dataset {caller}/rows.jsonl" in words and f"--reward.remote_url {caller}/own_reward.py" in words
+    if script != "scripts/test.sh":
+        assert f" {caller}/my runs" in words and " my runs" not in words.replace(f"{caller}/my runs", "")
+
+
+def test_a_job_gets_absolute_paths(tree, tmp_path):
+    caller = tmp_path / "caller"
+    (caller / "rows.jsonl").write_text("")
+    variables = {"QARL_VENV": "my env", "QARL_DATA": "rows.jsonl", "QARL_RUN_DIR": "out", "QARL_PRINT_COMMAND": "1"}
+    done = call(tree / "scripts" / "ray_submit.sh", "http://first:8265", "train_qwen3_8b.sh", cwd=caller, **variables)
+    words = shlex.split(done.stdout)
+    assert words[0] == f"{caller}/my env/bin/ray"
+    assert {f"QARL_VENV={caller}/my env", f"QARL_DATA={caller}/rows.jsonl", f"QARL_RUN_DIR={caller}/out"} <= set(words)
+
+
+def test_what_is_no_file_of_the_callers_stays_as_it_is(tree, tmp_path):
+    done = call(tree / "scripts" / "train_qwen3_8b.sh", cwd=tmp_path, QARL_DATA="owner/set", QARL_REWARD="http://judge:5000/get", QARL_RUN_DIR="/abs")
+    assert "--data.prompt_dataset owner/set " in done.stdout and "--reward.remote_url http://judge:5000/get" in done.stdout
+    assert "--metrics.dir /abs " in done.stdout
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "quickstart_gpu.sh", "test.sh", "train_qwen3_8b.sh", "train_qwen3_8b_1gpu.sh"])
