@@ -23,6 +23,7 @@ from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
 from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
 from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # noqa: E402
 from qarl_openrlhf.engine.strict_rewards import StrictSingleTurnExecutor  # noqa: E402
+from qarl_openrlhf.engine.token_versions import TokenVersions, along  # noqa: E402
 from qarl_openrlhf.quant import QuantScheme  # noqa: E402
 from qarl_openrlhf.runtime import cuda_device_count, resolve_device  # noqa: E402
 from qarl_openrlhf.sync.errors import SyncError  # noqa: E402
@@ -71,8 +72,11 @@ class QarlRolloutActor(_RolloutActor):
             device="cpu" if self.on_cpu else "cuda",
             tensor_parallel_size=self.ranks,
         )
+        if "compilation_config" in overrides:  # joins the caller's: in its place vLLM would compile what the caller told it not to
+            overrides["compilation_config"] = (kwargs.get("compilation_config") or {}) | overrides["compilation_config"]
         await super().__init__(*args, **{"num_gpus": 0, **kwargs, **overrides})
         StrictSingleTurnExecutor.convert(self.executor, qarl_reward_timeout_s)
+        self.token_versions = TokenVersions(self.llm.output_processor)
 
     def _configure_device_env(self, backend, bundle_indices, num_gpus):
         if self.on_cpu:  # no device to choose, though Ray may count logical GPUs
@@ -89,7 +93,10 @@ class QarlRolloutActor(_RolloutActor):
     # ---- sampling -----------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
-        """Sample one response; the vLLM ``RequestOutput`` also carries ``weight_version``, the version it began under.
+        """Sample one response.
+
+        The vLLM ``RequestOutput`` also carries ``weight_versions``, the version that each token was sampled under (int, one a
+        token of the response), and ``weight_version``, the oldest of them.
 
         EngineNotReady unless the weights are READY. A request that arrives during an update of a live engine waits for its
         end; one in flight is frozen and goes on under the new weights, or is aborted, with EngineNotReady, if it fails.
@@ -97,16 +104,21 @@ class QarlRolloutActor(_RolloutActor):
         await self.weights.wait_ready(self.name, self.timeout_s)
         version = self.weights.version
         output = await super().generate(prompt_token_ids, self._prepared(sampling_params), multi_modal_data)
+        versions = self.token_versions.take(output) if output is not None else []
         if output is None or output.outputs[0].finish_reason == "abort":
             why = f"weights are {self.weights.state.value} ({self.weights.reason})"
             raise EngineNotReady(f"{self.name} aborted a request: {why}")
-        output.weight_version = version
+        output.weight_versions, output.weight_version = versions, min(versions, default=version)
         return output
 
     async def generate_responses(
         self, prompt: str, label: str, sampling_params, max_length: int, hf_tokenizer, num_samples: int = 1, images=None
     ):
-        """``num_samples`` responses of the executor to one prompt; each is stamped with the oldest ``weight_version`` used."""
+        """``num_samples`` responses of the executor to one prompt.
+
+        Each also has ``weight_versions``, one int for each of its ``observation_tokens`` (-1 where nothing was sampled), and
+        ``weight_version``, the oldest of them.
+        """
         await self.weights.wait_ready(self.name, self.timeout_s)
         hf_tokenizer = await fetch(hf_tokenizer, self.tokenizers)
         # The executor looks at these before it calls generate().
@@ -123,8 +135,9 @@ class QarlRolloutActor(_RolloutActor):
                 llm_engine=engine,
                 images=images,
             )
-            if isinstance(response, dict) and engine.versions:
-                response["weight_version"] = min(engine.versions)
+            if isinstance(response, dict) and engine.sampled:
+                response["weight_version"] = min(version for _, versions in engine.sampled for version in versions)
+                response["weight_versions"] = along(response["observation_tokens"], response["action_ranges"], engine.sampled)
             return response
 
         return await asyncio.gather(*[sample() for _ in range(num_samples)])
@@ -136,6 +149,8 @@ class QarlRolloutActor(_RolloutActor):
                 f"top_p {params.top_p} / top_k {params.top_k} sample from a truncated distribution whose log-probs the learner "
                 "does not compute: use top_p 1.0 and top_k -1"
             )
+        if params.n != 1:
+            raise ValueError(f"n {params.n}: one request is one response here; use num_samples of generate_responses")
         params = deepcopy(params)
         params.logprobs = 0  # the sampled token's, nothing else
         params.min_tokens = 0  # min_tokens 1 would mask the EOS at the first position, which the learner does not
@@ -152,6 +167,7 @@ class QarlRolloutActor(_RolloutActor):
 
         async def probe(ids: list[int]) -> list[float]:
             output = await super(QarlRolloutActor, self).generate(ids, params)
+            self.token_versions.take(output)
             return [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
 
         return await asyncio.gather(*[probe(ids) for ids in token_ids])
@@ -164,6 +180,8 @@ class QarlRolloutActor(_RolloutActor):
         params = SamplingParams(temperature=1.0, max_tokens=1, detokenize=False)
         generate = super().generate
         outputs = await asyncio.gather(*[generate(ids, params) for ids in token_ids])
+        for output in outputs:
+            self.token_versions.take(output)
         return [output.outputs[0].routed_experts for output in outputs]
 
     # ---- weight updates -----------------------------------------------------------------------------------------------
@@ -212,6 +230,7 @@ class QarlRolloutActor(_RolloutActor):
                 await self._fail(f"rank {receipt['rank']} got {receipt['tensors']} of {len(names)} tensors", session)
         if session != self.session:
             raise SyncError(f"{self.name}: version {version} was given up before it was complete")
+        self.token_versions.begin(version)
         await self._step(self.llm.resume_generation())
         self.weights.complete(version)
         return [{"engine": self.name, **receipt} for receipt in receipts]
@@ -300,15 +319,15 @@ class QarlRolloutActor(_RolloutActor):
 
 
 class _VersionRecorder:
-    """What an executor gets as its engine: the actor, remembering the weight versions its requests ran under."""
+    """What an executor gets as its engine: the actor, remembering the tokens of its requests and their weight versions."""
 
     def __init__(self, actor: QarlRolloutActor):
         self.actor = actor
-        self.versions: list[int] = []
+        self.sampled: list[tuple[list[int], list[int]]] = []
 
     async def generate(self, *args, **kwargs):
         output = await self.actor.generate(*args, **kwargs)
-        self.versions.append(output.weight_version)
+        self.sampled.append((output.outputs[0].token_ids, output.weight_versions))
         return output
 
     def __getattr__(self, name):
