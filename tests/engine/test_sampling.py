@@ -18,6 +18,8 @@ def test_responses_are_stamped_and_always_carry_log_probs(qwen3):
     assert len(responses) == 3
     for response in responses:
         assert response["weight_version"] == qwen3.version
+        sampled = [version for i, version in enumerate(response["weight_versions"]) if i >= response["action_ranges"][0][0]]
+        assert set(sampled) == {qwen3.version} and len(response["weight_versions"]) == len(response["observation_tokens"])
         start, end = response["action_ranges"][0]
         log_probs = torch.tensor(response["rollout_log_probs"])
         assert len(log_probs) == end == len(response["observation_tokens"])
