@@ -6,6 +6,8 @@ them by reference, so that the worker imports this package, which applies the pa
 
 from openrlhf.trainer.ray import launcher, ppo_critic
 
+from qarl_openrlhf.checkpoint.state import set_random_state
+
 
 def plain_class(actor_class) -> type:
     """The Python class as it was written, under ``@ray.remote``.
@@ -24,4 +26,13 @@ class RewardModelActor(plain_class(launcher.RewardModelActor)):
 
 
 class CriticModelActor(plain_class(ppo_critic.CriticModelActor)):
-    pass
+    def fit(self) -> dict:
+        resume_random_state(self.strategy)
+        return super().fit()
+
+
+def resume_random_state(strategy) -> None:
+    """Before the first update after a resume: everything since the start may have drawn random numbers, the saved run had not."""
+    if strategy.loaded_state:
+        set_random_state(strategy.loaded_state.pop("random"))
+        strategy.loaded_state = None

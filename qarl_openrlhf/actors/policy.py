@@ -6,8 +6,9 @@ import torch
 from openrlhf.trainer.ray import ppo_actor
 
 from qarl_openrlhf.actors.learner import QarlActorTrainer
-from qarl_openrlhf.actors.model_workers import plain_class
+from qarl_openrlhf.actors.model_workers import plain_class, resume_random_state
 from qarl_openrlhf.actors.quant_actor import QuantActor
+from qarl_openrlhf.checkpoint.state import local_weights, set_local_weights
 from qarl_openrlhf.quant.export import export_checkpoint
 from qarl_openrlhf.runtime import available_cpus
 
@@ -23,6 +24,20 @@ class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
             # Ray sets one thread per requested CPU; learner and engine take turns, so each may use all cores.
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", available_cpus())))
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
+        if strategy.loaded_state:
+            # The publish before the next rollout repeats the one of the checkpoint's weights.
+            self.trainer.version = strategy.loaded_state["version"] - 1
+            if self.ema_model is not None:
+                set_local_weights(self.ema_model, strategy.loaded_state["ema"])
+
+    def fit(self, kl_ctl: float = 0) -> dict:
+        resume_random_state(self.strategy)
+        return super().fit(kl_ctl)
+
+    def save_checkpoint(self, tag, client_states=None, metric_value=None, metric_key=None) -> None:
+        ema = {} if self.ema_model is None else local_weights(self.ema_model, rank=torch.distributed.get_rank())
+        self.strategy.rank_state = {"version": self.trainer.version, "ema": ema}
+        super().save_checkpoint(tag, client_states, metric_value, metric_key)
 
     def publish_metrics(self) -> dict:
         """``sync/*`` and ``timing/publish`` of the last publish (rank 0; other ranks have none)."""

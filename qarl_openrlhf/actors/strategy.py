@@ -1,12 +1,17 @@
 """OpenRLHF's DeepSpeed strategy, with the policy quantized before DeepSpeed sees it."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from openrlhf.models import Actor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 
 from qarl_openrlhf.actors.quant_actor import QuantActor
+from qarl_openrlhf.checkpoint.state import random_state, rank_file
+from qarl_openrlhf.checkpoint.write import rotate, write_checkpoint
 from qarl_openrlhf.kernels import dispatch
 from qarl_openrlhf.optim import muon
 from qarl_openrlhf.patches.rotary import restore_frequencies
@@ -19,6 +24,9 @@ class QarlStrategy(DeepspeedStrategy):
     Only the entry that is trained and is an ``Actor`` is the policy: reference, EMA (both evaluation entries), critic and
     reward models stay unquantized.
     """
+
+    rank_state: dict = {}  # what this process wants in its next checkpoint besides its random state
+    loaded_state: dict | None = None  # what it had saved in the checkpoint that was loaded
 
     def _ds_init_train_model(self, model, cfg: dict):
         if isinstance(model, Actor):
@@ -62,8 +70,38 @@ class QarlStrategy(DeepspeedStrategy):
         if shown or not message:
             super().print(*shown)
 
-    def load_ckpt(self, model, *args, **kwargs):
-        loaded = super().load_ckpt(model, *args, **kwargs)
+    def save_ckpt(
+        self,
+        model,
+        save_dir,
+        tag=None,
+        max_num=3,
+        max_mem=1000,
+        client_state=None,
+        save_latest=True,
+        metric_value=None,
+        metric_key=None,
+    ) -> None:
+        """OpenRLHF's, written whole or not at all, with this rank's random state and ``self.rank_state`` in it.
+
+        CheckpointError if it cannot be written; see ``checkpoint.write``.
+        """
+        facts = {"zero_stage": self.args.ds.zero_stage, "world_size": dist.get_world_size()}
+        facts |= {"scheme": self.args.quant.scheme, "metric_key": metric_key, "metric_value": metric_value}
+        state = {"random": random_state(), **self.rank_state}
+        write_checkpoint(model, save_dir, tag, client_state=client_state or {}, rank_state=state, facts=facts)
+        if self.is_rank_0():
+            # Where OpenRLHF looks for it when it chooses what to remove.
+            self._write_ckpt_metric(os.path.join(save_dir, tag), metric_value, metric_key=metric_key)
+            for removed in rotate(Path(save_dir), tag, keep=max_num, max_gb=max_mem, metric=self._read_ckpt_metric):
+                self.print(f"removed checkpoint {os.path.join(save_dir, removed)}")
+
+    def load_ckpt(self, model, load_dir, tag=None, **kwargs):
+        """OpenRLHF's, of the checkpoint that was chosen before the run began; ``self.loaded_state`` is what this rank had saved."""
+        tag = tag or self.args.ckpt.load_tag
+        loaded = super().load_ckpt(model, load_dir, tag, **kwargs)
+        path = rank_file(Path(load_dir, tag), dist.get_rank())
+        self.loaded_state = torch.load(path, weights_only=False) if path.is_file() else {}
         cache = getattr(getattr(model, "module", model), "quant_cache", None)
         if cache is not None:
             cache.invalidate()

@@ -35,6 +35,7 @@ class QarlSamplesGenerator(SamplesGenerator):
     """Sends prompts without the tokenizer, see :class:`SharedTokenizer`."""
 
     shared: SharedTokenizer | None = None
+    resumed: dict | None = None
 
     def _dispatch_prompts_to_vllm(self, *args, **kwargs) -> list:
         if self.shared is None:
@@ -44,6 +45,25 @@ class QarlSamplesGenerator(SamplesGenerator):
             return super()._dispatch_prompts_to_vllm(*args, **kwargs)
         finally:
             self.tokenizer = tokenizer
+
+    def rollout_state(self) -> dict:
+        """What a checkpoint must keep of this generator besides the position in the prompts."""
+        return {
+            "sample_buffer": list(getattr(self, "_sample_buffer", [])),  # sampled beyond one training batch
+            "exhausted": getattr(self, "_dataloader_iter", None) is None,
+        }
+
+    def resume(self, state: dict) -> None:
+        """Go on as the generator whose :meth:`rollout_state` this is. The prompts' position is loaded by OpenRLHF, before the first use."""
+        self.resumed = state
+
+    def generate_samples(self, **kwargs):
+        if self.resumed:
+            state, self.resumed = self.resumed, None
+            if state["sample_buffer"] or not state["exhausted"]:
+                self._sample_buffer = state["sample_buffer"]
+                self._dataloader_iter = None if state["exhausted"] else iter(self.prompts_dataloader)
+        return super().generate_samples(**kwargs)
 
 
 # The trainers look their helpers up in the module of the base class.
@@ -109,8 +129,22 @@ class QarlPPOTrainer(ReportingTrainer, plain_class(ppo_trainer.PPOTrainer)):
 
     def fit(self, global_step: int = 0) -> None:
         self.note_engine_kernels()
-        self.broadcast_to_vllm()
+        if not self.init_checkpoint_states()["global_step"]:  # else OpenRLHF publishes what was loaded
+            self.broadcast_to_vllm()
         super().fit(global_step)
+
+    def init_checkpoint_states(self) -> dict:
+        states = super().init_checkpoint_states()
+        if rollout := states.pop("rollout", None):
+            self.samples_generator.resume(rollout)
+        return states
+
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
+        if client_states:
+            client_states["rollout"] = rollout = self.samples_generator.rollout_state()
+            if rollout["exhausted"] and not rollout["sample_buffer"]:
+                client_states["episode"] += 1  # the loop's next act; a resume would repeat the episode
+        super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
 
 
 class QarlTrainingActor(ReportingTrainer, plain_class(ppo_trainer_async.TrainingActor)):
@@ -129,7 +163,9 @@ class QarlPPOTrainerAsync(plain_class(ppo_trainer_async.PPOTrainerAsync)):
     """OpenRLHF's asynchronous trainer, publishing before the generator starts."""
 
     def fit(self) -> None:
-        ray.get(self.trainer_actor.broadcast_to_vllm.remote())
+        states = ray.get(self.trainer_actor.init_checkpoint_states.remote())
+        if not states["global_step"]:  # else OpenRLHF publishes what was loaded
+            ray.get(self.trainer_actor.broadcast_to_vllm.remote())
         super().fit()
 
 

@@ -70,6 +70,12 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | list[str] | 
             help=f"with --{role}.optim muon, the learning rate of a matrix [m, n]: --{role}.muon.lr times 0.2 sqrt(max(m, n)), "
             "so that AdamW's learning rates fit (the default; the paper does not say), or times sqrt(max(1, m/n))",
         )
+    group.add_argument(
+        "--ckpt.load_tag",
+        default=None,
+        metavar="TAG",
+        help="with --ckpt.load_enable, the checkpoint to go on from, e.g. global_step20 (default: the newest that is whole)",
+    )
     group.add_argument("--metrics.dir", default=None, help="run directory: metrics.jsonl, plots (default: --ckpt.output_dir)")
     group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     group.add_argument("--preset", default=None, metavar="NAME", help="flags of a named recipe, before your own (see docs/objectives.md)")

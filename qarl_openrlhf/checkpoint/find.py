@@ -1,0 +1,81 @@
+"""Which checkpoint a run goes on from: the newest that is whole, for every model that has one."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qarl_openrlhf.checkpoint import manifest
+from qarl_openrlhf.checkpoint.errors import CheckpointError
+
+_STEP = re.compile(r"^(?:best_)?global_step(\d+)$")
+# The key of OpenRLHF's argument tree and DeepSpeed's stage must be those that the checkpoint was written with.
+FACTS = {"zero_stage": "--ds.zero_stage", "world_size": "number of learner processes"}
+
+
+@dataclass
+class Choice:
+    """``tag`` of the checkpoint to load, None to start anew; ``notes`` on checkpoints that were passed over."""
+
+    tag: str | None
+    notes: list[str] = field(default_factory=list)
+
+
+def step_of(tag: str) -> int | None:
+    """The step in a tag: global_step20, best_global_step20 -> 20; None for other names."""
+    match = _STEP.match(tag)
+    return int(match[1]) if match else None
+
+
+def tags(directory: Path) -> list[str]:
+    """Tags of a directory's checkpoints, newest first; of the same step, OpenRLHF's "best" copy last."""
+    if not directory.is_dir():
+        return []
+    found = [path.name for path in directory.iterdir() if path.is_dir() and step_of(path.name) is not None]
+    return sorted(found, key=lambda tag: (-step_of(tag), tag.startswith("best")))
+
+
+def choose(path: str | Path, models: list[str], *, facts: dict, tag: str | None = None) -> Choice:
+    """The newest checkpoint under ``path`` that is whole for each of ``models`` ("_actor", "_critic").
+
+    Args:
+        facts: {"zero_stage", "world_size"} of the run that wants to load it.
+        tag: this one and no other.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is whole; ``tag`` is not there, or broken; the newest whole one was
+            written with other ``facts``.
+    """
+    path = Path(path)
+    every = tags(path / models[0])
+    if tag is not None:
+        if tag not in every:
+            raise CheckpointError(f"{path / models[0]} has no checkpoint {tag}: it has {', '.join(every) or 'none'}")
+        every = [tag]
+    notes = []
+    for candidate in every:
+        why = next((why for model in models if (why := _problem(path / model / candidate))), None)
+        if why is None:
+            _check_facts(path / models[0] / candidate, facts)
+            return Choice(candidate, notes)
+        notes.append(f"checkpoint {candidate} is not whole ({why})")
+    if notes:
+        raise CheckpointError(
+            f"no checkpoint under {path} is whole: {'; '.join(notes)}. Remove them, or name another --ckpt.path, to start anew"
+        )
+    return Choice(None)
+
+
+def _problem(directory: Path) -> str | None:
+    if not directory.is_dir():
+        return f"{directory} is missing"
+    return manifest.problem(directory)
+
+
+def _check_facts(directory: Path, facts: dict) -> None:
+    written = manifest.read(directory)
+    for name, meaning in FACTS.items():
+        if written.get(name) != facts[name]:
+            raise CheckpointError(
+                f"{directory} was written with {meaning} {written.get(name)}, this run has {facts[name]}: DeepSpeed loads a "
+                f"checkpoint only as it was written; resume with {written.get(name)}, or start anew from an export (cli.export)"
+            )

@@ -1,0 +1,140 @@
+"""Write a checkpoint so that a process killed at any moment leaves whole ones only, under their own names."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from qarl_openrlhf.checkpoint import manifest
+from qarl_openrlhf.checkpoint.errors import CheckpointError
+from qarl_openrlhf.checkpoint.find import tags
+from qarl_openrlhf.checkpoint.state import rank_file
+from qarl_openrlhf.data.files import atomic_file
+
+
+def write_checkpoint(engine, directory: str | Path, tag: str, *, client_state: dict, rank_state: dict, facts: dict) -> None:
+    """All ranks call this. DeepSpeed's files and each rank's ``rank_state`` under a name of its own, checksummed, then renamed.
+
+    Args:
+        engine: ``DeepSpeedEngine``; client_state: what DeepSpeed keeps with it; rank_state: anything ``torch.save`` takes.
+        facts: for the manifest, see ``find.FACTS``.
+
+    Raises:
+        CheckpointError: on the rank that cannot write, at once: the others wait in DeepSpeed and end with the run.
+    """
+    directory = Path(directory)
+    partial = directory / f"{tag}{manifest.PARTIAL}"
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        if rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            remove_partial(directory)
+            _check_space(directory, engine)
+            partial.mkdir()
+        dist.barrier()
+        engine.save_checkpoint(str(directory), tag=partial.name, client_state=client_state, save_latest=False)
+        torch.save(rank_state, rank_file(partial, rank))
+        dist.barrier()
+        names = manifest.files_of(partial)
+        described: list = [None] * world
+        dist.all_gather_object(described, manifest.describe(partial, names[rank::world], sync=True))
+        if rank == 0:
+            manifest.write(partial, {name: entry for part in described for name, entry in part.items()}, facts)
+            _take_place(partial, directory / tag)
+            with atomic_file(directory / "latest") as latest:  # for DeepSpeed's own tools
+                latest.write_text(tag, encoding="utf-8")
+    except CheckpointError:
+        raise
+    except Exception as error:  # PyTorch's writer turns a full disk into a RuntimeError, DeepSpeed's into others
+        reason = _reason(error, directory)
+        if world == 1:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"checkpoint {directory / tag} could not be written: {reason}") from error
+    dist.barrier()
+
+
+def remove_partial(directory: Path) -> None:
+    """Remove what an interrupted write or removal has left."""
+    for left in directory.glob(f"*{manifest.PARTIAL}"):
+        shutil.rmtree(left)
+
+
+def rotate(directory: Path, written: str, *, keep: int, max_gb: float, metric: Callable[[str], float | None]) -> list[str]:
+    """Remove checkpoints beyond ``keep`` and ``max_gb`` (GiB), never the one just ``written``; returns what was removed.
+
+    OpenRLHF's order: one "best" checkpoint stays besides; of the others go first those without a metric, then those with the
+    worst, then the oldest. It made room before it wrote, which for a moment left one checkpoint less than asked for.
+    """
+    removed = []
+    if written.startswith("best"):
+        removed = [tag for tag in tags(directory) if tag.startswith("best") and tag != written]
+    regular = [tag for tag in tags(directory) if not tag.startswith("best")]
+    order = sorted(
+        reversed(regular),  # oldest first; sorted() keeps that order among equals
+        key=lambda tag: (metric(str(directory / tag)) is not None, metric(str(directory / tag)) or 0.0),
+    )
+    order = [tag for tag in order if tag != written]
+    sizes = {tag: _size(directory / tag) for tag in tags(directory)}
+    left = dict(sizes)
+    for tag in removed:
+        left.pop(tag)
+    while order and (sum(tag in left for tag in regular) > keep or sum(left.values()) > max_gb * 2**30):
+        left.pop(order[0])
+        removed.append(order.pop(0))
+    for tag in removed:
+        shutil.rmtree(_set_aside(directory / tag))
+    return removed
+
+
+def _take_place(partial: Path, final: Path) -> None:
+    """Rename; a checkpoint of that name, of a run whose last steps are being repeated, makes way."""
+    earlier = _set_aside(final) if final.exists() else None
+    os.replace(partial, final)
+    _sync_directory(final.parent)
+    if earlier:
+        shutil.rmtree(earlier)
+
+
+def _set_aside(directory: Path) -> Path:
+    """Give a checkpoint a name that no reader looks at, so that a kill in the middle of its removal leaves no torn one."""
+    going = directory.with_name(f"{directory.name}.old{manifest.PARTIAL}")
+    shutil.rmtree(going, ignore_errors=True)
+    os.replace(directory, going)
+    return going
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def _check_space(directory: Path, engine) -> None:
+    """CheckpointError before the disk is full of half a checkpoint."""
+    earlier = tags(directory)
+    # Weights, and in float32 a master copy and Adam's two moments. ZeRO-3 leaves an empty parameter that knows its size.
+    elements = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    needed = _size(directory / earlier[0]) if earlier else elements * 14
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise CheckpointError(
+            f"no room for a checkpoint in {directory}: {free / 2**30:.2f} GiB are free, it takes about {needed / 2**30:.2f} GiB. "
+            "Free some or name another disk with --ckpt.path; --ckpt.max_num N keeps fewer"
+        )
+
+
+def _reason(error: Exception, directory: Path) -> str:
+    free = f"{shutil.disk_usage(directory).free / 2**20:.0f} MiB are free on its disk" if directory.is_dir() else "no such directory"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full ({free}); free some or name another disk with --ckpt.path"
+    return f"{type(error).__name__}: {error} ({free})"

@@ -1,0 +1,32 @@
+"""Which checkpoint a run with ``--ckpt.load_enable`` goes on from is settled before anything starts."""
+
+import os
+
+from qarl_openrlhf.checkpoint.errors import CheckpointError
+from qarl_openrlhf.checkpoint.find import choose
+from qarl_openrlhf.config import ConfigError
+
+
+def choose_checkpoint(args) -> list[str]:
+    """Set ``args.ckpt.load_tag`` (or turn ``load_enable`` off where there is nothing to load); returns notes on what was found.
+
+    ConfigError if checkpoints are there but none can be used.
+    """
+    if not args.ckpt.load_enable:
+        if args.ckpt.load_tag:
+            raise ConfigError(f"--ckpt.load_tag {args.ckpt.load_tag} without --ckpt.load_enable has no effect: add it")
+        return []
+    models = ["_actor"]
+    if args.critic.model_name_or_path and os.path.isdir(os.path.join(args.ckpt.path, "_critic")):
+        models.append("_critic")
+    facts = {"zero_stage": args.ds.zero_stage, "world_size": args.actor.num_nodes * args.actor.num_gpus_per_node}
+    try:
+        choice = choose(args.ckpt.path, models, facts=facts, tag=args.ckpt.load_tag)
+    except CheckpointError as error:
+        raise ConfigError(f"--ckpt.load_enable: {error}") from None
+    args.ckpt.load_tag = choice.tag
+    if choice.tag is None:
+        # OpenRLHF looks for the directory, not for a checkpoint in it: an interrupted first one would be loaded.
+        args.ckpt.load_enable = False
+        return [f"--ckpt.load_enable: no checkpoint under {args.ckpt.path} yet; the run starts anew"]
+    return [*choice.notes, f"resuming from {os.path.join(args.ckpt.path, models[0], choice.tag)}"]
