@@ -13,6 +13,7 @@ from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
 from qarl_openrlhf.planning import numbers, placement, positions
 from qarl_openrlhf.preflight import preflight
+from qarl_openrlhf.preflight.resume import choose_checkpoint
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -26,6 +27,8 @@ def main(argv: list[str] | None = None) -> None:
     _refuse(placement.check_placement, args)
     _refuse(positions.check_positions, args)
     _end_with(preflight(args))
+    for note in _refuse(choose_checkpoint, args):
+        print(f"note: {note}")
     _refuse(positions.apply, args)
     # vLLM's own logger would fill the terminal; --ray.log_to_driver shows everything.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if args.ray.log_to_driver else "ERROR")
@@ -104,10 +107,11 @@ def run(args, resources, environment: dict[str, str]) -> None:
     from qarl_openrlhf.actors.policy import quantized_directory
     from qarl_openrlhf.cli.dry_run import flatten
     from qarl_openrlhf.metrics.progress import follow
-    from qarl_openrlhf.metrics.writer import open_run_directory
+    from qarl_openrlhf.metrics.run_directory import open_run_directory
     from qarl_openrlhf.report import write_report
 
-    open_run_directory(args.metrics.dir, dict(flatten(args)), resume=args.ckpt.load_enable)
+    if earlier := open_run_directory(args.metrics.dir, dict(flatten(args)), resume=args.ckpt.load_enable):
+        print(f"note: {args.metrics.dir} had a run, which is now {earlier}")
     train = install(args)
     stop = threading.Event()
     watcher = threading.Thread(target=follow, args=(args.metrics.dir, stop), daemon=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from qarl_openrlhf.metrics import error_tokens, histograms, mismatch
+from qarl_openrlhf.metrics import error_tokens, histograms, mismatch, weight_lag
 from qarl_openrlhf.metrics.accumulate import Sums
 from qarl_openrlhf.metrics.token_records import TokenRecorder
 
@@ -29,14 +29,19 @@ class Diagnostics:
         self.recorder = TokenRecorder(self.tokenizer, objective)
 
     @torch.no_grad()
-    def sampled(self, batch, sums: Sums) -> None:
-        """A micro-batch with its old log-probs: how far learner and sampler are apart, error tokens."""
+    def sampled(self, batch, sums: Sums, version: int | None = None) -> None:
+        """A micro-batch with its old log-probs: how far learner and sampler are apart, error tokens.
+
+        version: of the weights the old log-probs are from; with it, how old the sampler's were.
+        """
         if batch.rollout_log_probs is None:
             return
         with self._timed():
             mask = batch.action_mask.bool()
             sums.merge(mismatch.statistics(batch.action_log_probs, batch.rollout_log_probs, mask))
             sums.merge(error_tokens.statistics(batch))
+            if version is not None and batch.weight_versions is not None:
+                sums.merge(weight_lag.statistics(batch.weight_versions, mask, version))
             self.histograms.add_mismatch(batch.action_log_probs, batch.rollout_log_probs.float(), batch.advantages, mask)
 
     @torch.no_grad()

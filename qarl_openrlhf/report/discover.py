@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from qarl_openrlhf.metrics.run_directory import is_earlier
 from qarl_openrlhf.objectives import PRESETS
 from qarl_openrlhf.report.runs import ReportError, Run, load_run
 
@@ -59,9 +60,11 @@ def _arm_name(flags: dict) -> str:
 
 
 def entries_below(directory: Path) -> list[Entry]:
-    """Every run in or below `directory`, also those of an ablation that never wrote a step; ReportError if there is none."""
+    """Every run in or below `directory`, also those of an ablation that never wrote a step, but not what a later run moved out
+    of its way; ReportError if there is none."""
     directory = Path(directory)
     found = {path.parent for name in (STATUS, "metrics.jsonl") for path in directory.rglob(name)}
+    found = {path for path in found if path == directory or not is_earlier(path)}
     if not found:
         raise ReportError(f"{directory / 'metrics.jsonl'} does not exist, and no run below: is {directory} a run directory (--metrics.dir)?")
     return [entry(path) for path in sorted(found)]

@@ -76,6 +76,11 @@ def _any(arms: Arms, *names: str) -> bool:
     return any(run.has(name) for runs in arms.values() for run in runs for name in names)
 
 
+def _shown(arms: Arms, *names: str) -> bool:
+    """Whether any of these shares is ever above 0: a panel of zeros says nothing that fits the room it takes."""
+    return any(value > 0 for runs in arms.values() for run in runs for name in names for value in run.series(name)[1])
+
+
 def reward(arms: Arms) -> Figure | None:
     """Mean reward of a step's rollouts."""
     if not _any(arms, "rollout/reward_mean"):
@@ -176,12 +181,15 @@ def entropy(arms: Arms) -> Figure | None:
 
 def error_tokens(arms: Arms) -> Figure | None:
     """Share of very unlikely and of repeated tokens, by sign of the response's advantage."""
-    if not _any(arms, "error_token/low_prob_rate", "error_token/repeat_rate"):
+    panels = (("error_token/low_prob_rate", "Low-probability tokens"), ("error_token/repeat_rate", "Repeated tokens"))
+    panels = [(name, title) for name, title in panels if _shown(arms, name, f"{name}_pos", f"{name}_neg")]
+    if not panels:
         return None
-    figure, axes = _figure(2)
-    for axis, name, title in zip(axes, ("low_prob_rate", "repeat_rate"), ("Low-probability tokens", "Repeated tokens")):
-        _by_sign(axis, arms, f"error_token/{name}")
+    figure, axes = _figure(len(panels))
+    for axis, (name, title) in zip(axes, panels):
+        _by_sign(axis, arms, name)
         axis.set(title=title, ylabel="share of tokens")
+        axis.set_ylim(bottom=0)
         _legend(axis)
     return figure
 
@@ -211,58 +219,66 @@ def in_band(arms: Arms) -> Figure | None:
 
 def changed_codes(arms: Arms) -> Figure | None:
     """Share of the quantized weights' codes that changed from one publish to the next."""
-    if not _any(arms, "sync/changed_code_frac"):
+    if not _shown(arms, "sync/changed_code_frac"):
         return None
     figure, (axis,) = _figure(1)
     _lines(axis, arms, "sync/changed_code_frac")
     axis.set(title="Codes changed by a publish", ylabel="share of codes")
+    axis.set_ylim(bottom=0)
     _legend(axis)
     return figure
 
 
 def clipping(arms: Arms) -> Figure | None:
-    """Share of an objective's units outside each side of the band, over time."""
+    """Share of an objective's units outside each side of the band, over time; sides that none is ever outside of are left out."""
     sides = (("pos_clip_frac", "A > 0, outside"), ("neg_low_frac", "A < 0, below"), ("neg_high_frac", "A < 0, above"))
-    if not _any(arms, *(f"objective/{name}" for name, _ in sides)):
+    sides = [(f"objective/{name}", title) for name, title in sides if _shown(arms, f"objective/{name}")]
+    if not sides:
         return None
-    figure, axes = _figure(3, width=4.2)
+    figure, axes = _figure(len(sides), width=4.2)
     for axis, (name, title) in zip(axes, sides):
-        _lines(axis, arms, f"objective/{name}")
+        _lines(axis, arms, name)
         axis.set(title=title, ylabel="share of the units")
+        axis.set_ylim(bottom=0)
     _legend(axes[0])
     return figure
 
 
 def weights(arms: Arms) -> Figure | None:
     """Effective sample size of the mismatch weights, and how many of them are capped or rejected."""
-    if not _any(arms, "is/ess", "is/clip_frac"):
+    panels = []
+    if _any(arms, "is/ess"):
+        panels.append(("is/ess", "Effective sample size of the mismatch weights", "fraction of the units"))
+    if _shown(arms, "is/clip_frac"):
+        panels.append(("is/clip_frac", "Weights capped, clamped or rejected", "share of the units"))
+    if not panels:
         return None
-    figure, axes = _figure(2)
-    _lines(axes[0], arms, "is/ess")
-    axes[0].set(title="Effective sample size of the mismatch weights", ylabel="fraction of the units")
-    _lines(axes[1], arms, "is/clip_frac")
-    axes[1].set(title="Weights capped, clamped or rejected", ylabel="share of the units")
+    figure, axes = _figure(len(panels))
+    for axis, (name, title, label) in zip(axes, panels):
+        _lines(axis, arms, name)
+        axis.set(title=title, ylabel=label)
     _legend(axes[0])
     return figure
 
 
 def kl(arms: Arms) -> Figure | None:
     """How far the policy is from the start policy, and the learner from the sampler."""
-    if not _any(arms, "policy/kl_start", "mismatch/k3"):
-        return None
-    figure, axes = _figure(2)
     panels = (
         ("policy/kl_start", "KL(start policy || policy), a token of the start policy's"),
         ("mismatch/k3", "KL(sampler || learner), a sampled token"),
     )
+    panels = [(name, title) for name, title in panels if _any(arms, name)]
+    if not panels:
+        return None
+    figure, axes = _figure(len(panels))
     for axis, (name, title) in zip(axes, panels):
         _lines(axis, arms, name)
         values = [v for runs in arms.values() for run in runs for v in run.series(name)[1]]
-        if values and min(values) > 0:
+        if min(values) > 0:
             _log_axis(axis)
         axis.set(title=title, ylabel="nats")
         axis.title.set_fontsize(9)
-    _legend(axes[0] if _any(arms, "policy/kl_start") else axes[1])
+    _legend(axes[0])
     return figure
 
 

@@ -10,6 +10,9 @@ from qarl_openrlhf.data.files import atomic_file
 from qarl_openrlhf.report import plots, table, token_plots
 from qarl_openrlhf.report.runs import load_run
 
+PICTURES = plots.PLOTS | token_plots.TOKEN_PLOTS
+FILES = ("report.txt", "tokens.html", *(f"{name}.png" for name in PICTURES))  # what reports write into a run directory
+
 
 @dataclass
 class Report:
@@ -23,16 +26,16 @@ class Report:
 def write_report(arms: dict[str, list[str | os.PathLike]], out: str | os.PathLike) -> Report:
     """Reads the runs of each arm ({name: [run directory, ...]}) and writes NAME.png files and report.txt into `out`.
 
-    A picture whose metrics no run has is skipped with a note. Raises ReportError for a directory without metrics.
+    A picture whose metrics no run has, or with shares of 0 alone, is skipped with a note. Raises ReportError for a directory without metrics.
     """
     runs = {name: [load_run(directory) for directory in directories] for name, directories in arms.items()}
     notes = [note for group in runs.values() for run in group for note in run.notes]
     out = Path(out)
     pictures = []
-    for name, draw in (plots.PLOTS | token_plots.TOKEN_PLOTS).items():
+    for name, draw in PICTURES.items():
         figure = draw(runs)
         if figure is None:
-            notes.append(f"{name}.png skipped: no run has its metrics")
+            notes.append(f"{name}.png skipped: no run has its metrics, or all are 0")
             continue
         with atomic_file(out / f"{name}.png") as part:
             figure.savefig(part, format="png")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.table import Table
 
+from qarl_openrlhf.metrics.progress import share
 from qarl_openrlhf.report.runs import Run, mean, standard_error
 
 EDGE = 5  # steps at the beginning and the end whose rewards are compared
@@ -64,9 +66,9 @@ def _first_last(run: Run, name: str, form: str) -> str | None:
     return f"{form.format(values[0])} / {form.format(values[-1])}" if values else None
 
 
-def _average(run: Run, name: str, form: str) -> str | None:
+def _average(run: Run, name: str, form: Callable[[float], str]) -> str | None:
     values = run.series(name)[1]
-    return form.format(mean(values)) if values else None
+    return form(mean(values)) if values else None
 
 
 def summary(run: Run) -> dict[str, str | None]:
@@ -80,11 +82,11 @@ def summary(run: Run) -> dict[str, str | None]:
     rows["mixed groups, first / last step"] = _first_last(run, "rollout/mixed_group_frac", "{:.0%}")
     rows["mismatch |Δ log p|, first / last step"] = _first_last(run, "mismatch/abs_logp_mean", "{:.4f}")
     rows["mismatch KL, first / last step"] = _first_last(run, "mismatch/kl", "{:.4f}")
-    rows["responses in band, mean"] = _average(run, "objective/in_band_frac", "{:.0%}")
-    rows["codes changed a publish, mean"] = _average(run, "sync/changed_code_frac", "{:.3%}")
+    rows["responses in band, mean"] = _average(run, "objective/in_band_frac", "{:.0%}".format)
+    rows["codes changed a publish, mean"] = _average(run, "sync/changed_code_frac", share)
     total = run.series("sync/changed_code_frac_total")[1]
-    rows["codes changed since the first publish"] = f"{total[-1]:.3%}" if total else None
-    rows["rollout tokens a second, mean"] = _average(run, "rollout/tok_per_s", "{:.0f}")
+    rows["codes changed since the first publish"] = share(total[-1]) if total else None
+    rows["rollout tokens a second, mean"] = _average(run, "rollout/tok_per_s", "{:.0f}".format)
     seconds = phase_seconds(run)
     for label in [label for label, _ in PHASES] + ["other", "step"]:
         rows[f"seconds a step: {label}" if label != "step" else "seconds a step"] = (

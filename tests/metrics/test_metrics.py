@@ -151,12 +151,23 @@ def test_changed_codes_counts_what_differs(scheme):
     assert differ > 0
 
 
-def test_a_new_run_in_a_used_directory_starts_a_new_file_and_a_resumed_one_does_not(tmp_path):
-    for reward in (0.1, 0.2):
-        writer.open_run_directory(str(tmp_path), {"quant.scheme": "bf16"}, resume=False)
-        writer.MetricsWriter(str(tmp_path)).write(1, {"rollout/reward_mean": reward})
-    writer.open_run_directory(str(tmp_path), {"quant.scheme": "bf16"}, resume=True)
-    writer.MetricsWriter(str(tmp_path)).write(2, {"rollout/reward_mean": 0.3})
-    assert [row["rollout/reward_mean"] for row in load_run(tmp_path).rows] == [0.2, 0.3]
-    assert '"rollout/reward_mean": 0.1' in (tmp_path / "metrics.1.jsonl").read_text()
-    assert json.loads((tmp_path / "run.json").read_text())["versions"]["torch"] == torch.__version__
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.0, "0%"), (1.0, "100%"), (0.123, "12%"), (0.0999, "10%"), (0.0029, "0.29%"), (4.2e-6, "0.00042%"), (1 / 134e6, "7.5e-07%"), (1e-3, "0.1%")],
+)
+def test_small_shares_are_not_rounded_to_nothing(value, text):
+    assert progress.share(value) == text
+    assert f"changed {text:>8}" in progress.step_line({"step": 1, "sync/changed_code_frac": value})
+
+
+def test_a_run_in_a_used_directory_is_followed_from_its_first_line(tmp_path):
+    old = writer.MetricsWriter(str(tmp_path))
+    old.note("of the run before")
+    tail = progress._Tail(old.notes_path)
+    (tmp_path / "notes.jsonl").rename(tmp_path / "moved")
+    new = writer.MetricsWriter(str(tmp_path))
+    for text in ("a first, long enough to reach beyond the old file's end", "second"):
+        new.note(text)
+    assert [row["note"] for row in tail.new_rows()] == ["a first, long enough to reach beyond the old file's end", "second"]
+    new.note("third")
+    assert [row["note"] for row in tail.new_rows()] == ["third"]

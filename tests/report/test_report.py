@@ -8,7 +8,8 @@ import pytest
 from qarl_openrlhf.cli import report as cli
 from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.metrics.writer import MetricsWriter
-from qarl_openrlhf.report import ReportError, load_run, write_report
+from qarl_openrlhf.objectives import build_objective
+from qarl_openrlhf.report import ReportError, load_run, plots, token_plots, write_report
 from qarl_openrlhf.report.runs import standard_error
 from qarl_openrlhf.report.table import phase_seconds, reward_gain, table_text
 from tests.metrics.test_diagnostics import observed
@@ -54,8 +55,6 @@ def write_run(directory, steps=12, start=0.2, slope=0.05, mismatch=0.05, extra=N
 
 
 def test_full_run_makes_every_picture_and_a_table(tmp_path):
-    from qarl_openrlhf.objectives import build_objective
-
     run = write_run(tmp_path / "run")
     write_records(str(run), 1, observed(build_objective("mis_gspo", is_low=0.97, is_high=1.03))[2].record)
     report = write_report({"w4a16": [run]}, tmp_path / "out")
@@ -68,7 +67,7 @@ def test_full_run_makes_every_picture_and_a_table(tmp_path):
     assert all(path.read_bytes().startswith(PNG) for path in report.pictures)
     assert report.notes == []
     assert (tmp_path / "out" / "report.txt").read_text() == report.text
-    for text in ("0.300 ± 0.035", "0.650 ± 0.035", "+0.350, +7.0", "0.0500 / 0.0500", "75%", "0.100%", "0.600%"):
+    for text in ("0.300 ± 0.035", "0.650 ± 0.035", "+0.350, +7.0", "0.0500 / 0.0500", "75%", "0.1%", "0.6%"):
         assert text in report.text, text
 
 
@@ -94,6 +93,64 @@ def test_missing_families_are_notes(tmp_path):
     assert [path.name for path in report.pictures] == ["reward.png"]
     assert any("step_time.png skipped" in note for note in report.notes)
     assert "seconds" not in report.text and "in band" not in report.text
+
+
+def titles(figure) -> list[str]:
+    return [axis.get_title() for axis in figure.axes]
+
+
+def test_panels_without_anything_are_left_out(tmp_path):
+    none = {"error_token/repeat_rate": 0.0, "objective/neg_high_frac": 0.0, "is/clip_frac": 0.0, "policy/kl_start": None, "mismatch/k3": 0.01}
+    arms = {"a": [load_run(write_run(tmp_path / "a", steps=2, extra=none))]}
+    assert titles(plots.error_tokens(arms)) == ["Low-probability tokens"]
+    assert titles(plots.clipping(arms)) == ["A > 0, outside", "A < 0, below"]
+    assert titles(plots.weights(arms)) == ["Effective sample size of the mismatch weights"]
+    assert titles(plots.kl(arms)) == ["KL(sampler || learner), a sampled token"]
+    none |= dict.fromkeys(("error_token/low_prob_rate", "objective/pos_clip_frac", "objective/neg_low_frac", "sync/changed_code_frac"), 0.0)
+    arms = {"a": [load_run(write_run(tmp_path / "b", steps=2, extra=none))]}
+    assert plots.error_tokens(arms) is plots.clipping(arms) is plots.changed_codes(arms) is None
+    assert any("clipping.png skipped" in note and "all are 0" in note for note in write_report(arms_of_paths(arms), tmp_path / "out").notes)
+    arms["other"] = [load_run(write_run(tmp_path / "c", steps=2))]  # what one arm has is shown for all
+    assert len(titles(plots.clipping(arms))) == 3
+
+
+def arms_of_paths(arms: dict) -> dict:
+    return {name: [run.directory for run in runs] for name, runs in arms.items()}
+
+
+def with_counts(directory, change) -> dict:
+    """{"a": [a run whose histograms are those of an observed rollout, after ``change`` of the row "counts"]}."""
+    write_run(directory, steps=1)
+    write_records(str(directory), 1, observed(build_objective("mis_gspo", is_low=0.97, is_high=1.03))[2].record)
+    path = directory / "histograms.jsonl"
+    header, row = map(json.loads, path.read_text().splitlines())
+    change(row["counts"], header)
+    path.write_text(json.dumps(header) + "\n" + json.dumps(row) + "\n")
+    return {"a": [load_run(directory)]}
+
+
+def keep(counts: dict, name: str, kept) -> None:
+    """Of a histogram's sparse counts, the bins for whose flat index ``kept`` holds."""
+    pairs = [(at, n) for at, n in zip(counts[name]["at"], counts[name]["n"]) if kept(at)]
+    counts[name] = {"at": [at for at, _ in pairs], "n": [n for _, n in pairs]}
+
+
+def test_token_pictures_leave_out_sides_and_pictures_without_tokens(tmp_path):
+    whole = with_counts(tmp_path / "whole", lambda counts, header: None)
+    assert titles(token_plots.regions(whole)) == titles(token_plots.ratio_histogram(whole)) == ["a, A < 0", "a, A > 0"]
+
+    def only_positive(counts, header):
+        for name in ("ratio", "seq_ratio"):
+            size = math.prod(len(header["bins"][axis]) + (not isinstance(header["bins"][axis][0], str)) for axis in header["axes"][name][1:])
+            keep(counts, name, lambda at, size=size: at >= 2 * size)
+
+    positive = with_counts(tmp_path / "positive", only_positive)
+    assert titles(token_plots.ratio_histogram(positive)) == titles(token_plots.response_ratios(positive)) == ["a, A > 0"]
+
+    def only_inside(counts, header):
+        counts["region"] = {"at": [header["bins"]["region"].index("inside")], "n": [7]}  # of the first sign and probability
+
+    assert token_plots.regions(with_counts(tmp_path / "inside", only_inside)) is None
 
 
 def test_unfinished_line_and_repeated_steps(tmp_path):
