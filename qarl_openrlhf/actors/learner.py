@@ -150,7 +150,7 @@ class QarlActorTrainer(ActorPPOTrainer):
     def _set_old_log_probs(self, batch: Experience, sums: Sums) -> None:
         self.actor.train()
         batch.action_log_probs = self._log_probs(batch)
-        self.diagnostics.sampled(batch, sums)
+        self.diagnostics.sampled(batch, sums, self.version)
 
     @torch.no_grad()
     def _log_probs(self, batch: Experience) -> torch.Tensor:

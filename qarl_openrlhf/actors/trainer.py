@@ -3,12 +3,12 @@
 import time
 
 import ray
+import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 
 from qarl_openrlhf.actors.model_workers import plain_class
-from qarl_openrlhf.engine.shared_tokenizer import SharedTokenizer
+from qarl_openrlhf.actors.samples import QarlSamplesGenerator
 from qarl_openrlhf.metrics.band_length import band_scale_line
 from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.metrics.writer import MetricsWriter
@@ -29,41 +29,6 @@ class QarlExperienceMaker(RemoteExperienceMaker):
 
     def _reward_needs_kl(self) -> bool:
         return self.initial_model_group is not None and not self.args.algo.kl.use_loss
-
-
-class QarlSamplesGenerator(SamplesGenerator):
-    """Sends prompts without the tokenizer, see :class:`SharedTokenizer`."""
-
-    shared: SharedTokenizer | None = None
-    resumed: dict | None = None
-
-    def _dispatch_prompts_to_vllm(self, *args, **kwargs) -> list:
-        if self.shared is None:
-            self.shared = SharedTokenizer(self.tokenizer)
-        tokenizer, self.tokenizer = self.tokenizer, self.shared
-        try:
-            return super()._dispatch_prompts_to_vllm(*args, **kwargs)
-        finally:
-            self.tokenizer = tokenizer
-
-    def rollout_state(self) -> dict:
-        """What a checkpoint must keep of this generator besides the position in the prompts."""
-        return {
-            "sample_buffer": list(getattr(self, "_sample_buffer", [])),  # sampled beyond one training batch
-            "exhausted": getattr(self, "_dataloader_iter", None) is None,
-        }
-
-    def resume(self, state: dict) -> None:
-        """Go on as the generator whose :meth:`rollout_state` this is. The prompts' position is loaded by OpenRLHF, before the first use."""
-        self.resumed = state
-
-    def generate_samples(self, **kwargs):
-        if self.resumed:
-            state, self.resumed = self.resumed, None
-            if state["sample_buffer"] or not state["exhausted"]:
-                self._sample_buffer = state["sample_buffer"]
-                self._dataloader_iter = None if state["exhausted"] else iter(self.prompts_dataloader)
-        return super().generate_samples(**kwargs)
 
 
 # The trainers look their helpers up in the module of the base class.

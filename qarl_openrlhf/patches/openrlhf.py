@@ -16,6 +16,10 @@ def apply() -> None:
         _device_mesh_on_cpu()
     _bounded_placement_groups()
 
+    from qarl_openrlhf.patches import openrlhf_experience
+
+    openrlhf_experience.apply()
+
 
 def _replay_buffer_on_cpu() -> None:
     """replay_buffer.py:40 builds ``torch.device(f"cuda:{current_device()}")``: here "cuda:cpu", an invalid string."""

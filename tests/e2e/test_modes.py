@@ -90,5 +90,7 @@ def test_two_steps(mode, tiny_model, flags, reward_server):
         assert row["sync/checksum_ok"] == 1 and row["sync/probe_abs_logp"] < 0.1
         assert row["objective/in_band_frac_by_update/0"] == 1.0
         assert math.isfinite(row["reward"])
+        assert row["async/tokens_unknown_fraction"] == 0.0
+        assert row["async/version_lag_max"] <= (2.0 if mode.startswith("async") else 0.0)
     # Asynchronous rollouts may be one version behind; synchronous ones come from the weights that are trained.
     assert rows[-1]["mismatch/abs_logp_mean"] < (0.5 if mode.startswith("async") else 0.05)
