@@ -113,3 +113,19 @@ def test_closing_frees_ranks_that_wait_for_a_missing_one():
     sender.close()
     assert failed.wait(10)
     assert joined.exception(10) is not None
+
+
+def test_staged_senders_pack_in_two_buffers_that_take_turns():
+    sender = transport.StagedSender(transport.GroupInfo("ipc", HOST, 0, 2, 1), CPU)
+    assert sender.info.to_dict() == {"transport": "ipc", "host": HOST, "port": 0, "world_size": 2, "timeout_s": 1}
+    sender.begin()
+    first, second, third = (sender.buffer(n) for n in (100, 100, 60))
+    assert first.dtype == torch.uint8 and [t.numel() for t in (first, second, third)] == [100, 100, 60]
+    assert first.data_ptr() == third.data_ptr() != second.data_ptr()
+    sender.begin()  # the next update fills the same buffers in the same order
+    assert sender.buffer(100).data_ptr() == first.data_ptr() and sender.staging.nbytes == 200
+
+
+def test_the_gpu_senders_are_made_by_their_modules():
+    for name in ("ipc", "nccl"):
+        assert issubclass(transport.backend(name).Sender, transport.StagedSender)

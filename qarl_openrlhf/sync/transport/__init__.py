@@ -88,6 +88,21 @@ class Staging:
         return sum(b.numel() for b in self.buffers if b is not None)
 
 
+class StagedSender:
+    """What the senders of GPU memory share: buckets are packed in two buffers that take turns."""
+
+    def __init__(self, info: GroupInfo, device: torch.device):
+        self.info, self.device = info, device
+        self.staging = Staging(device)
+
+    def begin(self) -> None:
+        self.staging.begin()
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes] on the GPU; valid until the next but one is asked for."""
+        return self.staging.next(nbytes)
+
+
 def backend(name: str):
     """The module of a transport; ValueError for an unknown one. Only the one in use is imported."""
     if name not in TRANSPORTS:

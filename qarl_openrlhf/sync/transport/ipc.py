@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from qarl_openrlhf.sync.transport import Done, GroupInfo, Sending, Staging
+from qarl_openrlhf.sync.transport import Done, GroupInfo, Sending, StagedSender
 
 HINT = "use --sync.transport nccl for engines on GPUs of their own"
 
@@ -49,27 +49,18 @@ class Receiver:
         self.mapped.clear()
 
 
-class Sender:
+class Sender(StagedSender):
     """The learner's end. There is no group to form: an engine is reached through its RPCs."""
 
     def __init__(self, host: str, world_size: int, timeout_s: float, device: torch.device):
-        self.info = GroupInfo("ipc", host, 0, world_size, timeout_s)
-        self.device = device
+        super().__init__(GroupInfo("ipc", host, 0, world_size, timeout_s), device)
         self.uuid = str(torch.cuda.get_device_properties(device).uuid)
-        self.staging = Staging(device)
         self.handles: dict[int, tuple[tuple, list]] = {}  # by buffer: its key, and a handle for each receiver
 
     def connect(self) -> Future:
         joined: Future = Future()
         joined.set_result(None)
         return joined
-
-    def begin(self) -> None:
-        self.staging.begin()
-
-    def buffer(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] on the GPU; valid until the next but one is asked for."""
-        return self.staging.next(nbytes)
 
     def send(self, flat: Tensor) -> Sending:
         """Waits until the GPU has filled ``flat``; engines read it once they have the ticket."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary, buffer_type, cudaStream_t, ncclDataTypeEnum
 
-from qarl_openrlhf.sync.transport import GroupInfo, Sending, Staging, join_store, open_store
+from qarl_openrlhf.sync.transport import GroupInfo, Sending, StagedSender, Staging, join_store, open_store
 
 POLL_S = 0.0002
 LIVENESS_S = 0.25  # how often a waiting receiver looks whether the sender is still there
@@ -154,15 +154,13 @@ class _Broadcast:
         self.event.synchronize()
 
 
-class Sender:
+class Sender(StagedSender):
     """The learner's end. Nothing here blocks: the publisher polls, since it must watch the engines at the same time."""
 
     def __init__(self, host: str, world_size: int, timeout_s: float, device: torch.device):
         self.store: dist.TCPStore | None = open_store(host, timeout_s)
-        self.info = GroupInfo("nccl", host, self.store.port, world_size, timeout_s)
-        self.device = device
+        super().__init__(GroupInfo("nccl", host, self.store.port, world_size, timeout_s), device)
         self.communicator: Communicator | None = None
-        self.staging = Staging(device)
 
     def connect(self) -> Future:
         """Start to form the communicator; the future is done when all ranks are in it, or failed after the time-out."""
@@ -177,13 +175,6 @@ class Sender:
 
         threading.Thread(target=form, name="qarl-nccl-connect", daemon=True).start()
         return joined
-
-    def begin(self) -> None:
-        self.staging.begin()
-
-    def buffer(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] on the GPU; valid until the next but one is asked for."""
-        return self.staging.next(nbytes)
 
     def send(self, flat: Tensor) -> Sending:
         """Start to send a bucket that lies in :meth:`buffer`'s memory."""
