@@ -22,7 +22,7 @@ import json
 from itertools import count, islice
 from pathlib import Path
 from random import Random
-from typing import Iterator
+from typing import Iterable, Iterator
 
 from qarl_openrlhf.data.files import atomic_file, why_unwritable
 
@@ -139,12 +139,17 @@ def prompt_rows(
         raise DataError(f"shots must be 0 or more, not {shots}")
     config = config or {}
     examples = worked_examples(task, config, shots, shot_seed=shot_seed, exclude=exclude)
+    return rows_of(task, islice(problems(task, config, seed, exclude), n), examples, style)
+
+
+def rows_of(task: str, entries: Iterable[dict], shots: list[dict], style: str) -> list[dict]:
+    """The lines of a prompt file: {input, label, datasource} for each entry."""
     rows = []
-    for entry in islice(problems(task, config, seed, exclude), n):
+    for entry in entries:
         label = {"task": task, "answer": entry["answer"], "metadata": entry["metadata"]}
         rows.append(
             {
-                "input": render(entry, examples, style),
+                "input": render(entry, shots, style),
                 "label": json.dumps(label, sort_keys=True, default=str),
                 "datasource": f"reasoning_gym/{task}",
             }

@@ -1,0 +1,202 @@
+"""A small Qwen3 that partly solves a reasoning-gym task, and prompts for it: `python -m qarl_openrlhf.data.small_qwen3 OUT_DIR`.
+
+Reinforcement learning needs a policy that solves some problems and not others. This makes one of any size from nothing, with a
+tokenizer of bytes: supervised training on problems with their solutions until it solves the share `--stop_at`. OUT_DIR gets
+
+    model/          Hugging Face directory, BF16 (`--actor.model_name_or_path`)
+    prompts.jsonl   prompts for reinforcement learning (`--data.input_key input --data.label_key label`)
+    heldout.jsonl   the same columns, for evaluation
+    training.json   settings, learning curve, share solved, longest response in tokens
+
+No problem is in two of supervised training, prompts and held-out set. Hidden and intermediate size are multiples of 256, so that
+every scheme runs, W4A8 included. The same arguments give the same files on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from qarl_openrlhf.data.files import atomic_directory, why_unwritable
+from qarl_openrlhf.data.reasoning_gym import DataError, parse_setting, problems, rows_of, write_jsonl
+from qarl_openrlhf.data.worked_sums import STYLES, distinct, prompt_style, response, supervised
+
+RECORD = "training.json"
+VERSION = 1
+CHECKED = 256  # problems that the share solved is taken from, during training and at its end
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What determines OUT_DIR, but for the machine. DataError names the setting that cannot be."""
+
+    task: str = "chain_sum"
+    config: dict = field(default_factory=lambda: {"min_terms": 4, "max_terms": 4, "min_digits": 2, "max_digits": 2})
+    style: str = "steps"
+    exclude: str | None = None
+    prompts: int = 1024
+    heldout: int = 512
+    layers: int = 4
+    hidden: int = 256
+    intermediate: int = 768
+    steps: int = 1000
+    batch_size: int = 64
+    lr: float = 1e-3
+    stop_at: float | None = None
+    check_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("hidden", "intermediate"):
+            if getattr(self, name) < 256 or getattr(self, name) % 256:
+                raise DataError(f"--{name} {getattr(self, name)}: give a multiple of 256, which every scheme can quantize")
+        for name in ("prompts", "heldout", "layers", "steps", "batch_size", "check_every"):
+            if getattr(self, name) < 1:
+                raise DataError(f"--{name} {getattr(self, name)}: give 1 or more")
+        if not self.lr > 0:
+            raise DataError(f"--lr {self.lr}: give a positive learning rate")
+        if self.stop_at is not None and not 0 < self.stop_at <= 1:
+            raise DataError(f"--stop_at {self.stop_at}: give a share of solved problems, above 0 and at most 1")
+
+
+def build_model(settings: Settings, tokenizer):
+    """A random Qwen3 in FP32: heads of 64 features, two query heads a key-value head, embeddings and output layer apart."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    heads = settings.hidden // 64
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(settings.seed)
+    return Qwen3ForCausalLM(config).float()
+
+
+def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> dict | None:
+    """Fills the directory `out`; returns its training.json, or None when `out` already holds what `settings` make.
+
+    `out` appears in one rename, complete or not at all. DataError when it holds anything else, or for settings that fail.
+    """
+    stamp = {"version": VERSION, **asdict(settings)}
+    if out.is_dir() and any(out.iterdir()):
+        if _stamp_in(out) == stamp:
+            return None
+        raise DataError(f"{out} exists and does not hold this model: remove it or name another")
+    if reason := why_unwritable(out.parent if out.is_dir() else out):
+        raise DataError(f"{out}: {reason}: name a directory that can be written to")
+    task, config, style, seed, exclude = settings.task, settings.config, settings.style, settings.seed, settings.exclude
+    heldout = distinct(problems(task, config, f"heldout {seed}", exclude), settings.heldout, but=set())
+    apart = {entry["question"] for entry in heldout}
+    prompts = distinct(problems(task, config, f"prompts {seed}", exclude), settings.prompts, but=apart)
+    apart |= {entry["question"] for entry in prompts}
+    pairs = supervised(task, config, style, seed, exclude, but=apart)
+    next(pairs)  # a task without what the style needs is an error here, before torch is imported
+    sets = {name: rows_of(task, entries, [], prompt_style(style)) for name, entries in (("prompts", prompts), ("heldout", heldout))}
+
+    import torch
+
+    from qarl_openrlhf.data.byte_tokenizer import byte_tokenizer
+    from qarl_openrlhf.data.pretrain import solved, train
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DataError("--device cuda: torch sees no GPU")
+    tokenizer = byte_tokenizer()
+    model = build_model(settings, tokenizer).to(device)
+    lengths = [len(tokenizer(response(entry, style))["input_ids"]) + 1 for entry in [*prompts, *heldout]]
+    show(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters; responses of {min(lengths)} to {max(lengths)} tokens")
+
+    def rate(name: str, temperature: float) -> float:
+        rows = sets[name][:CHECKED]
+        return solved(model, tokenizer, rows, max_new_tokens=max(lengths) + 8, temperature=temperature, seed=seed)
+
+    curve = train(
+        model,
+        tokenizer,
+        pairs,
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        lr=settings.lr,
+        check=lambda: rate("prompts", 1.0),
+        check_every=settings.check_every,
+        stop_at=settings.stop_at,
+        show=show,
+    )
+    model = model.to(torch.bfloat16)  # what is saved is what is measured
+    record = {
+        "settings": stamp,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "response_tokens": {"mean": round(sum(lengths) / len(lengths), 1), "max": max(lengths)},
+        "solved": {
+            "prompts_sampled": rate("prompts", 1.0),
+            "heldout_sampled": rate("heldout", 1.0),
+            "heldout_greedy": rate("heldout", 0.0),
+        },
+        "curve": curve,
+    }
+    with atomic_directory(out) as part:
+        model.save_pretrained(part / "model")
+        tokenizer.save_pretrained(part / "model")
+        for name, rows in sets.items():
+            write_jsonl(part / f"{name}.jsonl", rows)
+        (part / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
+
+
+def _stamp_in(out: Path) -> dict | None:
+    try:
+        return json.loads((out / RECORD).read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def main(argv: list[str] | None = None) -> None:
+    default = Settings()
+    parser = argparse.ArgumentParser(
+        prog="python -m qarl_openrlhf.data.small_qwen3",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("out_dir", help="directory to write; left alone when it already holds this model")
+    parser.add_argument("--task", default=default.task, help="reasoning-gym task")
+    parser.add_argument("--config", type=parse_setting, nargs="*", default=list(default.config.items()), metavar="NAME=VALUE", help="settings of the task")
+    parser.add_argument("--style", choices=STYLES, default=default.style, help="steps: partial results a line each; else the answer at once")
+    parser.add_argument("--exclude", default=None, metavar="TEXT", help="drop problems whose question contains TEXT")
+    parser.add_argument("--prompts", type=int, default=default.prompts, help="prompts for reinforcement learning")
+    parser.add_argument("--heldout", type=int, default=default.heldout, help="held-out problems")
+    parser.add_argument("--layers", type=int, default=default.layers)
+    parser.add_argument("--hidden", type=int, default=default.hidden, help="a multiple of 256; heads have 64 features")
+    parser.add_argument("--intermediate", type=int, default=default.intermediate, help="a multiple of 256")
+    parser.add_argument("--steps", type=int, default=default.steps, help="training steps at most")
+    parser.add_argument("--batch_size", type=int, default=default.batch_size, help="problems a step")
+    parser.add_argument("--lr", type=float, default=default.lr)
+    parser.add_argument("--stop_at", type=float, default=None, help="end training at this share of prompts solved, sampled at temperature 1")
+    parser.add_argument("--check_every", type=int, default=default.check_every, help="steps between looks at the share solved")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of weights, problems and sampling")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    given = vars(parser.parse_args(argv))
+    out, device = Path(given.pop("out_dir")), given.pop("device")
+    try:
+        record = make(out, Settings(**given | {"config": dict(given["config"])}), device=device, show=lambda line: print(f"small_qwen3: {line}", flush=True))
+    except (DataError, OSError) as error:
+        raise SystemExit(f"small_qwen3: {error}") from None
+    if record is None:
+        print(f"small_qwen3: already there: {out}")
+    else:
+        print(f"small_qwen3: wrote {out}: solved {json.dumps(record['solved'])}, responses up to {record['response_tokens']['max']} tokens")
+
+
+if __name__ == "__main__":
+    main()
