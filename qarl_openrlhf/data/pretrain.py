@@ -75,21 +75,26 @@ def train(
 
 
 @torch.no_grad()
-def solved(model, tokenizer, rows: list[dict], *, max_new_tokens: int, temperature: float, seed: int = 0, batch_size: int = 256) -> float:
+def solved(
+    model, tokenizer, rows: list[dict], *, max_new_tokens: int, temperature: float, seed: int = 0, batch_size: int = 256
+) -> float:
     """Share of `rows` (columns `input` and `label`) that earn the reward of `rewards/reasoning_gym.py`, one response each.
 
     temperature 0 is greedy; else the plain distribution at that temperature, sampled with `seed`.
     """
     was_training = model.training
     model.eval()
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    sampling = {"do_sample": bool(temperature)}
+    if temperature:
+        sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     right = 0.0
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.autocast(model.device.type, torch.bfloat16, enabled=bool(cuda)):
         torch.manual_seed(seed)
         for start in range(0, len(rows), batch_size):
             some = rows[start : start + batch_size]
-            batch = tokenizer([row["input"] for row in some], return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+            texts = [row["input"] for row in some]
+            batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
             tokens = model.generate(
                 input_ids=batch["input_ids"].to(model.device),
                 attention_mask=batch["attention_mask"].to(model.device),

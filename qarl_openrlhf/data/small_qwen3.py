@@ -1,4 +1,4 @@
-"""A small Qwen3 that partly solves a reasoning-gym task, and prompts for it: `python -m qarl_openrlhf.data.small_qwen3 OUT_DIR`.
+"""A small Qwen3 that partly solves a reasoning-gym task, with prompts: `python -m qarl_openrlhf.data.small_qwen3 OUT_DIR`.
 
 Reinforcement learning needs a policy that solves some problems and not others. This makes one of any size from nothing, with a
 tokenizer of bytes: supervised training on problems with their solutions until it solves the share `--stop_at`. OUT_DIR gets
@@ -8,8 +8,8 @@ tokenizer of bytes: supervised training on problems with their solutions until i
     heldout.jsonl   the same columns, for evaluation
     training.json   settings, learning curve, share solved, longest response in tokens
 
-No problem is in two of supervised training, prompts and held-out set. Hidden and intermediate size are multiples of 256, so that
-every scheme runs, W4A8 included. The same arguments give the same files on the same machine.
+No problem is in two of supervised training, prompts and held-out set. Hidden and intermediate size are multiples of 256, so
+that every scheme runs, W4A8 included. The same arguments give the same files on the same machine.
 """
 
 from __future__ import annotations
@@ -97,14 +97,18 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
         raise DataError(f"{out} exists and does not hold this model: remove it or name another")
     if reason := why_unwritable(out.parent if out.is_dir() else out):
         raise DataError(f"{out}: {reason}: name a directory that can be written to")
-    task, config, style, seed, exclude = settings.task, settings.config, settings.style, settings.seed, settings.exclude
+    task, config, style = settings.task, settings.config, settings.style
+    seed, exclude = settings.seed, settings.exclude
     heldout = distinct(problems(task, config, f"heldout {seed}", exclude), settings.heldout, but=set())
     apart = {entry["question"] for entry in heldout}
     prompts = distinct(problems(task, config, f"prompts {seed}", exclude), settings.prompts, but=apart)
     apart |= {entry["question"] for entry in prompts}
     pairs = supervised(task, config, style, seed, exclude, but=apart)
     next(pairs)  # a task without what the style needs is an error here, before torch is imported
-    sets = {name: rows_of(task, entries, [], prompt_style(style)) for name, entries in (("prompts", prompts), ("heldout", heldout))}
+    sets = {
+        "prompts": rows_of(task, prompts, [], prompt_style(style)),
+        "heldout": rows_of(task, heldout, [], prompt_style(style)),
+    }
 
     import torch
 
@@ -116,7 +120,8 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
     tokenizer = byte_tokenizer()
     model = build_model(settings, tokenizer).to(device)
     lengths = [len(tokenizer(response(entry, style))["input_ids"]) + 1 for entry in [*prompts, *heldout]]
-    show(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters; responses of {min(lengths)} to {max(lengths)} tokens")
+    parameters = sum(p.numel() for p in model.parameters())
+    show(f"{parameters / 1e6:.2f}M parameters; responses of {min(lengths)} to {max(lengths)} tokens")
 
     def rate(name: str, temperature: float) -> float:
         rows = sets[name][:CHECKED]
@@ -137,7 +142,7 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
     model = model.to(torch.bfloat16)  # what is saved is what is measured
     record = {
         "settings": stamp,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters,
         "response_tokens": {"mean": round(sum(lengths) / len(lengths), 1), "max": max(lengths)},
         "solved": {
             "prompts_sampled": rate("prompts", 1.0),
@@ -162,7 +167,7 @@ def _stamp_in(out: Path) -> dict | None:
         return None
 
 
-def main(argv: list[str] | None = None) -> None:
+def make_parser() -> argparse.ArgumentParser:
     default = Settings()
     parser = argparse.ArgumentParser(
         prog="python -m qarl_openrlhf.data.small_qwen3",
@@ -171,8 +176,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("out_dir", help="directory to write; left alone when it already holds this model")
     parser.add_argument("--task", default=default.task, help="reasoning-gym task")
-    parser.add_argument("--config", type=parse_setting, nargs="*", default=list(default.config.items()), metavar="NAME=VALUE", help="settings of the task")
-    parser.add_argument("--style", choices=STYLES, default=default.style, help="steps: partial results a line each; else the answer at once")
+    config = list(default.config.items())
+    parser.add_argument("--config", type=parse_setting, nargs="*", default=config, metavar="NAME=VALUE")
+    parser.add_argument("--style", choices=STYLES, default=default.style, help="steps: each partial result on a line")
     parser.add_argument("--exclude", default=None, metavar="TEXT", help="drop problems whose question contains TEXT")
     parser.add_argument("--prompts", type=int, default=default.prompts, help="prompts for reinforcement learning")
     parser.add_argument("--heldout", type=int, default=default.heldout, help="held-out problems")
@@ -182,20 +188,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=default.steps, help="training steps at most")
     parser.add_argument("--batch_size", type=int, default=default.batch_size, help="problems a step")
     parser.add_argument("--lr", type=float, default=default.lr)
-    parser.add_argument("--stop_at", type=float, default=None, help="end training at this share of prompts solved, sampled at temperature 1")
+    parser.add_argument("--stop_at", type=float, default=None, help="end at this share of prompts solved, at temperature 1")
     parser.add_argument("--check_every", type=int, default=default.check_every, help="steps between looks at the share solved")
     parser.add_argument("--seed", type=int, default=default.seed, help="of weights, problems and sampling")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    given = vars(parser.parse_args(argv))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    given = vars(make_parser().parse_args(argv))
     out, device = Path(given.pop("out_dir")), given.pop("device")
     try:
-        record = make(out, Settings(**given | {"config": dict(given["config"])}), device=device, show=lambda line: print(f"small_qwen3: {line}", flush=True))
+        settings = Settings(**given | {"config": dict(given["config"])})
+        record = make(out, settings, device=device, show=lambda line: print(f"small_qwen3: {line}", flush=True))
     except (DataError, OSError) as error:
         raise SystemExit(f"small_qwen3: {error}") from None
     if record is None:
         print(f"small_qwen3: already there: {out}")
     else:
-        print(f"small_qwen3: wrote {out}: solved {json.dumps(record['solved'])}, responses up to {record['response_tokens']['max']} tokens")
+        shares = ", ".join(f"{name} {share:.3f}" for name, share in record["solved"].items())
+        print(f"small_qwen3: wrote {out}: solved {shares}; responses of up to {record['response_tokens']['max']} tokens")
 
 
 if __name__ == "__main__":

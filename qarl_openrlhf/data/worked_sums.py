@@ -1,7 +1,7 @@
 """Problems with their solutions, as text: the prompt, and the response that a model is first trained to give.
 
-Styles: `question` and `equation` are the prompts of `data.reasoning_gym`, answered at once; `steps` is the prompt of `equation`,
-answered by every partial result on a line of its own. An error in one line goes on into all that follow:
+Styles: `question` and `equation` are the prompts of `data.reasoning_gym`, answered at once; `steps` is the prompt of
+`equation`, answered by every partial result on a line of its own. An error in one line goes on into all that follow:
 
     prompt     12 + 34 - 56 =
     response   12+34=46
@@ -33,7 +33,7 @@ def response(entry: dict, style: str) -> str:
     if style == "steps":
         text = expression(entry)
         if not CHAIN.fullmatch(text):
-            raise DataError(f"style 'steps' writes out sums and differences of two or more whole numbers, and {text!r} is none: use style 'equation'")
+            raise DataError(f"style 'steps' writes out sums of two or more whole numbers, and {text!r} is none: use 'equation'")
         first, *rest = text.split(" ")
         total = int(first)
         for sign, term in zip(rest[::2], rest[1::2]):
@@ -51,13 +51,16 @@ def distinct(entries: Iterator[dict], n: int, *, but: set[str]) -> list[dict]:
         entry = next(entries)
         repeated = repeated + 1 if entry["question"] in chosen or entry["question"] in but else 0
         if repeated > TRIES_PER_PROBLEM:
-            raise DataError(f"the task has only about {len(chosen) + len(but)} different problems, {n + len(but)} were asked for: make it larger")
+            found, wanted = len(chosen) + len(but), n + len(but)
+            raise DataError(f"the task has only about {found} different problems, {wanted} were asked for: make it larger")
         if not repeated:
             chosen[entry["question"]] = entry
     return list(chosen.values())
 
 
-def supervised(task: str, config: dict, style: str, seed: int, exclude: str | None, *, but: set[str]) -> Iterator[tuple[str, str]]:
+def supervised(
+    task: str, config: dict, style: str, seed: int, exclude: str | None, *, but: set[str]
+) -> Iterator[tuple[str, str]]:
     """Endless (prompt, response) pairs from a stream of problems of their own, without those in `but`."""
     stream = problems(task, config, f"supervised {seed}", exclude)
     refused = 0

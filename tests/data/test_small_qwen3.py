@@ -28,7 +28,8 @@ def test_steps_are_written_out():
     entry = {"answer": "-10", "metadata": {"expression": "12 + 34 - 56"}}
     assert response(entry, "steps") == "\n12+34=46\n46-56=-10\n<answer>-10</answer>"
     assert response(entry, "equation") == response(entry, "question") == "<answer>-10</answer>"
-    assert response({"answer": "8", "metadata": {"expression": "-3 - -5 + 6"}}, "steps") == "\n-3--5=2\n2+6=8\n<answer>8</answer>"
+    entry = {"answer": "8", "metadata": {"expression": "-3 - -5 + 6"}}
+    assert response(entry, "steps") == "\n-3--5=2\n2+6=8\n<answer>8</answer>"
     for expression in ("3", "3 * 4", "1.5 + 2", "(3 + 4) - 5"):
         with pytest.raises(DataError, match="style 'steps' writes out sums.*equation"):
             response({"answer": "7", "metadata": {"expression": expression}}, "steps")
@@ -54,7 +55,7 @@ def test_tokenizer_reads_and_writes_any_text(made, tmp_path):
 
     for tokenizer in (byte_tokenizer(), AutoTokenizer.from_pretrained(made[0] / "model")):
         assert len(tokenizer) == VOCABULARY and tokenizer.eos_token == END
-        for text in ("3 + 6 =", "\n3+6=9\n<answer>9</answer>", "  two  spaces\t", "ünïcödé → 数", f"<answer>1</answer>{END}"):
+        for text in ("3 + 6 =", "\n3+6=9\n<answer>9</answer>", "  two\t", "ünïcödé → 数", f"<answer>1</answer>{END}"):
             assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
         assert len(tokenizer("<answer>12</answer>")["input_ids"]) == 4
         assert tokenizer.decode(range(VOCABULARY))  # whatever is sampled has a text
@@ -121,7 +122,7 @@ def test_only_the_response_is_learnt():
     tokenizer = byte_tokenizer()
     ids, labels = collate([("1 + 1 =", "<answer>2</answer>"), ("10 + 10 =", "<answer>20</answer>")], tokenizer)
     assert ids.shape == labels.shape == (2, 9 + 5)
-    assert tokenizer.decode(ids[0][:-1 - 2]) == f"1 + 1 =<answer>2</answer>{END}" and (ids[0, -3:] == tokenizer.pad_token_id).all()
+    assert tokenizer.decode(ids[0][:-3]) == f"1 + 1 =<answer>2</answer>{END}" and (ids[0, -3:] == tokenizer.pad_token_id).all()
     assert tokenizer.decode(labels[0][labels[0] >= 0]) == f"<answer>2</answer>{END}"
     assert (labels[0, -3:] == -100).all() and (labels[:, :7] == -100).all()
 
@@ -134,7 +135,7 @@ def test_only_the_response_is_learnt():
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--task", "sums"], "no task 'sums'"),
         (["--task", "spell_backward", "--config"], "needs an expression"),
-        (["--config", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"], "only about 200 different problems|only about 19[0-9]"),
+        (["--config", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"], "only about (200|19.) different problems"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_leave_nothing(tmp_path, words, message):
