@@ -1,10 +1,11 @@
-"""OpenRLHF's ``Experience`` with one field more, which its batching, padding and splitting then treat like the others."""
+"""OpenRLHF's ``Experience`` with one field more, which its batching, padding and splitting then treat like the others.
+
+Whoever unpickles one imports this module, also Ray's queue, a process without our patches: it must import little.
+"""
 
 from dataclasses import dataclass
 
 import torch
-from openrlhf.trainer import ppo_utils
-from openrlhf.trainer.ppo_utils import experience, experience_maker, samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience, tensor_field
 
 
@@ -21,5 +22,8 @@ class StampedExperience(Experience):
 
 def apply() -> None:
     """experience.py goes through ``fields(Experience)`` of its own module; the others build or name the class."""
+    from openrlhf.trainer import ppo_utils
+    from openrlhf.trainer.ppo_utils import experience, experience_maker, samples_generator
+
     for module in (experience, experience_maker, samples_generator, ppo_utils):
         module.Experience = StampedExperience

@@ -1,5 +1,9 @@
 """Weight versions a token: from a response to the micro-batch, and what is reported of them."""
 
+import pickle
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -79,3 +83,16 @@ def test_versions_follow_their_tokens_through_openrlhf_batching():
         assert torch.equal(batch.weight_versions[mask] + 100, batch.sequences[:, 1:][mask])
         assert int(mask.sum()) == 5 + 5 + 4
         assert torch.equal(batch.rollout_log_probs[mask], -batch.sequences[:, 1:][mask].float())
+
+
+def test_an_experience_is_unpickled_where_nothing_is_patched():
+    """Ray's queue of an asynchronous run is such a process: no flash_attn stub, no patches."""
+    from qarl_openrlhf.patches.openrlhf_experience import StampedExperience
+
+    made = StampedExperience(weight_versions=torch.tensor([[-1, 3]]))
+    code = (
+        "import pickle, sys; e = pickle.loads(sys.stdin.buffer.read()); print(e.weight_versions.tolist(), "
+        "'qarl_openrlhf.actors' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(made), capture_output=True, timeout=120)
+    assert done.stdout.decode().split("\n")[0] == "[[-1, 3]] False", done.stderr.decode()[-2000:]
