@@ -39,7 +39,8 @@ class _EngineFactory:
         return _EngineFactory(self.actor_class, self.args, ray_options)
 
     def remote(self, **kwargs):
-        return self.actor_class.options(**self.ray_options).remote(
+        # Every prompt of a rollout is a call that waits in the engine; Ray's 1000 would keep later calls out, an update's too.
+        return self.actor_class.options(max_concurrency=1_000_000, **self.ray_options).remote(
             qarl_scheme=self.args.quant.scheme,
             qarl_device=self.args.device,
             qarl_stop=self.args.rollout.stop,

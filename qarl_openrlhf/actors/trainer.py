@@ -6,6 +6,7 @@ import ray
 import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from transformers import set_seed
 
 from qarl_openrlhf.actors.model_workers import plain_class
 from qarl_openrlhf.actors.samples import QarlSamplesGenerator
@@ -41,8 +42,9 @@ class ReportingTrainer:
 
     overlapping = False  # rollout and update at the same time: the step's time is then OpenRLHF's wall clock
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, pretrain, strategy, *args, **kwargs):
+        set_seed(strategy.args.train.seed)  # of the order of the prompts; OpenRLHF seeds the learners only
+        super().__init__(pretrain, strategy, *args, **kwargs)
         self.metrics_writer = MetricsWriter(self.args.metrics.dir)
         self.sync_metrics: dict = {}
         self.started = False
@@ -117,7 +119,9 @@ class QarlTrainingActor(ReportingTrainer, plain_class(ppo_trainer_async.Training
 
 
 class QarlGenerateSamplesActor(plain_class(ppo_trainer_async.GenerateSamplesActor)):
-    pass
+    def __init__(self, pretrain, strategy, *args, **kwargs):
+        set_seed(strategy.args.train.seed)
+        super().__init__(pretrain, strategy, *args, **kwargs)
 
 
 class QarlVLLMLock(plain_class(ppo_trainer_async.VLLMLock)):

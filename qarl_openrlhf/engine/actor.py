@@ -19,8 +19,10 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest  # noqa: E402
 
 from qarl_openrlhf.engine import plugin  # noqa: E402
+from qarl_openrlhf.engine.admission import Admission  # noqa: E402
 from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
 from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
+from qarl_openrlhf.engine.stops import as_tokens  # noqa: E402
 from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # noqa: E402
 from qarl_openrlhf.engine.strict_rewards import StrictSingleTurnExecutor  # noqa: E402
 from qarl_openrlhf.engine.token_versions import TokenVersions, along  # noqa: E402
@@ -76,6 +78,9 @@ class QarlRolloutActor(_RolloutActor):
             overrides["compilation_config"] = (kwargs.get("compilation_config") or {}) | overrides["compilation_config"]
         await super().__init__(*args, **{"num_gpus": 0, **kwargs, **overrides})
         StrictSingleTurnExecutor.convert(self.executor, qarl_reward_timeout_s)
+        # An engine of a benchmark has no tokenizer (skip_tokenizer_init), and no stop strings either.
+        self.stop, self.stop_tokens = as_tokens(self.stop, self.llm.get_tokenizer()) if self.stop else ([], [])
+        self.admission = Admission(self.llm, lambda: self.weights.wait_ready(self.name, self.timeout_s))
         self.token_versions = TokenVersions(self.llm.output_processor)
 
     def _configure_device_env(self, backend, bundle_indices, num_gpus):
@@ -111,36 +116,57 @@ class QarlRolloutActor(_RolloutActor):
         output.weight_versions, output.weight_version = versions, min(versions, default=version)
         return output
 
+    async def expect(self, dispatch: str, slots: list[tuple[int, int]], seed: int) -> None:
+        """All samples (prompt, sample) of a dispatch that this engine has been sent; see ``Admission``."""
+        self.admission.expect(dispatch, slots, seed)
+
     async def generate_responses(
-        self, prompt: str, label: str, sampling_params, max_length: int, hf_tokenizer, num_samples: int = 1, images=None
+        self,
+        prompt: str,
+        label: str,
+        sampling_params,
+        max_length: int,
+        hf_tokenizer,
+        num_samples: int = 1,
+        images=None,
+        ticket: tuple[str, int] | None = None,
     ):
         """``num_samples`` responses of the executor to one prompt.
 
+        ticket: (dispatch, number of the prompt): the samples wait for the others of that dispatch, see :meth:`expect`.
+
         Each also has ``weight_versions``, one int for each of its ``observation_tokens`` (-1 where nothing was sampled), and
-        ``weight_version``, the oldest of them.
+        ``weight_version``, the oldest of them; and, of a dispatch, ``slot``: (number of the prompt, number of the sample).
         """
         await self.weights.wait_ready(self.name, self.timeout_s)
         hf_tokenizer = await fetch(hf_tokenizer, self.tokenizers)
         # The executor looks at these before it calls generate().
         sampling_params = self._prepared(sampling_params)
 
-        async def sample() -> dict:
-            engine = _VersionRecorder(self)
-            response = await self.executor.execute(
-                prompt=prompt,
-                label=label,
-                sampling_params=deepcopy(sampling_params),
-                max_length=max_length,
-                hf_tokenizer=hf_tokenizer,
-                llm_engine=engine,
-                images=images,
-            )
+        async def sample(index: int) -> dict:
+            place = None if ticket is None else (ticket[0], (ticket[1], index))
+            engine = _ExecutorsEngine(self, place)
+            try:
+                response = await self.executor.execute(
+                    prompt=prompt,
+                    label=label,
+                    sampling_params=deepcopy(sampling_params),
+                    max_length=max_length,
+                    hf_tokenizer=hf_tokenizer,
+                    llm_engine=engine,
+                    images=images,
+                )
+            finally:
+                if place is not None:
+                    self.admission.left(*place)
+            if isinstance(response, dict) and place is not None:
+                response["slot"] = place[1]
             if isinstance(response, dict) and engine.sampled:
                 response["weight_version"] = min(version for _, versions in engine.sampled for version in versions)
                 response["weight_versions"] = along(response["observation_tokens"], response["action_ranges"], engine.sampled)
             return response
 
-        return await asyncio.gather(*[sample() for _ in range(num_samples)])
+        return await asyncio.gather(*[sample(index) for index in range(num_samples)])
 
     def _prepared(self, params: SamplingParams) -> SamplingParams:
         """A copy that always asks for the sampled token's log-prob and never distorts the distribution behind it."""
@@ -154,6 +180,7 @@ class QarlRolloutActor(_RolloutActor):
         params = deepcopy(params)
         params.logprobs = 0  # the sampled token's, nothing else
         params.min_tokens = 0  # min_tokens 1 would mask the EOS at the first position, which the learner does not
+        params.stop_token_ids = [*(params.stop_token_ids or []), *self.stop_tokens]
         if self.stop:
             params.stop = self.stop
             params.include_stop_str_in_output = True
@@ -207,7 +234,8 @@ class QarlRolloutActor(_RolloutActor):
 
     async def begin_update(self, version: int) -> None:
         """Freeze requests in flight, drop the KV and prefix caches, start vLLM's weight update."""
-        self.weights.begin(version)
+        async with self.admission.lock:
+            self.weights.begin(version)
         await self._step(self._begin())
 
     async def _begin(self) -> None:
@@ -318,14 +346,20 @@ class QarlRolloutActor(_RolloutActor):
         return tensors
 
 
-class _VersionRecorder:
-    """What an executor gets as its engine: the actor, remembering the tokens of its requests and their weight versions."""
+class _ExecutorsEngine:
+    """What an executor gets as its engine: the actor, remembering the tokens of its requests and their weight versions.
 
-    def __init__(self, actor: QarlRolloutActor):
-        self.actor = actor
+    Its first request enters the engine at its ``place`` (dispatch, slot).
+    """
+
+    def __init__(self, actor: QarlRolloutActor, place: tuple | None):
+        self.actor, self.place = actor, place
         self.sampled: list[tuple[list[int], list[int]]] = []
 
     async def generate(self, *args, **kwargs):
+        if self.place is not None:
+            await self.actor.admission.enter(*self.place)
+            self.place = None
         output = await self.actor.generate(*args, **kwargs)
         self.sampled.append((output.outputs[0].token_ids, output.weight_versions))
         return output

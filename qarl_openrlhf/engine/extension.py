@@ -1,7 +1,9 @@
 """Methods added to vLLM's worker (``worker_extension_cls``), called through ``collective_rpc`` on every rank."""
 
 import pickle
+import random
 
+import numpy
 import torch
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
@@ -20,6 +22,12 @@ class QarlWorkerExtension:
     def qarl_status(self) -> dict:
         """Receipt of the current weight update, see ``QarlWeightTransfer.status``."""
         return self.weight_transfer_engine.status()
+
+    def qarl_seed(self, seed: int) -> None:
+        """Seed everything that this rank may draw samples with."""
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
 
     def qarl_abort(self) -> None:
         """End the current weight update, whatever state it is in, so that a later one can start."""

@@ -51,7 +51,8 @@ def test_stop_strings_end_a_response_and_belong_to_it(qwen2):
     tokenizer = tiny.tokenizer()
     params = SamplingParams(temperature=1.0, max_tokens=300, seed=5)
     outputs = ray.get([qwen2.engines[0].generate.remote([i, 9], params) for i in range(3, 11)], timeout=120)
-    texts = [tokenizer.decode(output.outputs[0].token_ids) for output in outputs if output.outputs[0].stop_reason == "e"]
+    stopped = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "stop"]
+    texts = [tokenizer.decode(output.token_ids) for output in stopped if output.token_ids[-1] != tokenizer.eos_token_id]
     assert texts
     assert all(text.endswith("e") and text.count("e") == 1 for text in texts)
 

@@ -1,0 +1,202 @@
+"""A run killed with -9 goes on from its last checkpoint, and ends with the bits of the run that was never killed."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from qarl_openrlhf import runtime
+from qarl_openrlhf.checkpoint.find import tags
+from qarl_openrlhf.cli import train_qarl
+from qarl_openrlhf.report import load_run
+
+from .conftest import argv
+
+# A prompt set of eight, twice: the second episode's order comes after the resume. Evaluation draws from the same engine.
+WANTED = {
+    "quant.scheme": "w4a16:g32",
+    "objective.name": "tbpo",
+    "train.num_episodes": 2,
+    "rollout.stop": ["e"],
+    "ckpt.save_steps": 1,
+    "ckpt.max_num": 2,
+}
+VARIANTS = {
+    "plain": {},
+    "evaluation-ema-zero3": {"eval.steps": 1, "train.enable_ema": True, "ds.zero_stage": 3},
+    "gae-critic": {
+        "algo.advantage.estimator": "gae", "critic.num_nodes": 1, "critic.num_gpus_per_node": 1, "critic.adam.lr": 1e-3,
+    },
+    "two-engines-two-learners": {"vllm.num_engines": 2, "actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2},
+    "muon-sample-buffer": {"actor.optim": "muon", "actor.muon.lr": 1e-3, "rollout.vllm_generate_batch_size": 8},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_head():
+    import ray
+
+    environment = runtime.set_environment("cpu")
+    runtime.start_ray("cpu", runtime.ResourcePlan({"actor": 8}), environment, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def finished():
+    """{variant: flags of a run that was never killed}, each made once."""
+    return {}
+
+
+@pytest.fixture
+def begin(finished, flags, tiny_model, prompts, tmp_path_factory):
+    """(flags of the undisturbed run, flags of the run to kill)."""
+
+    def make(variant: str):
+        model = tiny_model("llama", hidden=128)
+        changes = dict(WANTED, **VARIANTS[variant])
+        if "eval.steps" in changes:
+            changes |= {"eval.dataset": prompts, "eval.n_samples_per_prompt": 2}
+        if changes.get("algo.advantage.estimator") == "gae":
+            changes["critic.model_name_or_path"] = model
+        if variant not in finished:
+            out = str(tmp_path_factory.mktemp(variant))
+            wanted = flags(model) | changes | {"ckpt.output_dir": out, "ckpt.path": os.path.join(out, "ckpt")}
+            train_qarl.main(argv(wanted))
+            finished[variant] = wanted
+        return finished[variant], flags(model, "killed") | changes
+
+    return make
+
+
+def learner_process() -> psutil.Process | None:
+    return next((p for p in psutil.Process().children(recursive=True) if titled(p, "ray::QarlPolicyActor")), None)
+
+
+def titled(process: psutil.Process, start: str) -> bool:
+    try:
+        return " ".join(process.cmdline()).startswith(start)
+    except psutil.Error:
+        return False
+
+
+def method(process: psutil.Process) -> str:
+    """What a Ray actor is busy with: "fit"; "" when it waits."""
+    return " ".join(process.cmdline()).strip().partition(".")[2]
+
+
+PHASES = {  # after two steps: which moment of the third is meant, given what the learner does and its checkpoints
+    "rollout": lambda busy, steps, saved, partial: steps == 2 and saved == 2 and busy == "",
+    "update": lambda busy, steps, saved, partial: steps == 2 and saved == 2 and busy == "fit",
+    "push": lambda busy, steps, saved, partial: steps == 2 and saved == 2 and busy == "broadcast_to_vllm",
+    "checkpoint": lambda busy, steps, saved, partial: steps == 3 and partial,
+}
+
+
+class Killer(threading.Thread):
+    """Kills the learner with SIGKILL in a phase of a run's third step."""
+
+    def __init__(self, wanted: dict, phase: str):
+        super().__init__(daemon=True)
+        self.directory, self.path, self.phase = wanted["ckpt.output_dir"], wanted["ckpt.path"], PHASES[phase]
+        self.killed, self.over = None, threading.Event()
+
+    def run(self):
+        actor = Path(self.path, "_actor")
+        metrics = Path(self.directory, "metrics.jsonl")
+        process = None
+        while not self.over.is_set():
+            time.sleep(0.002)
+            steps = metrics.read_text().count("\n") if metrics.exists() else 0
+            if steps < 2:
+                continue
+            process = process or learner_process()
+            saved = [int(tag.rpartition("step")[2]) for tag in tags(actor) if not tag.startswith("best")]
+            partial = any(path.suffix == ".partial" and "step3" in path.name for path in actor.glob("*"))
+            try:
+                if self.phase(method(process), steps, max(saved, default=0), partial):
+                    process.send_signal(signal.SIGKILL)
+                    self.killed = max(saved)
+                    return
+            except psutil.Error:
+                return
+
+
+def train_and_kill(wanted: dict, phase: str) -> int:
+    """Returns the step of the newest whole checkpoint at the time of the kill."""
+    killer = Killer(wanted, phase)
+    killer.start()
+    try:
+        with pytest.raises(Exception) as error:  # noqa: PT011  Ray's, whatever the controller was waiting for
+            train_qarl.main(argv(wanted))
+    finally:
+        killer.over.set()
+        killer.join()
+    assert killer.killed == 2, f"the run ended before it was killed: {error.value}"
+    return killer.killed
+
+
+def check_same(one: dict, other: dict, *, since: int) -> None:
+    """Metrics of the steps after ``since``, and the last checkpoints, bit for bit."""
+    rows, others = (load_run(w["ckpt.output_dir"]).rows for w in (one, other))
+    assert [row["step"] for row in others] == [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row, again in zip(rows[since:], others[since:], strict=True):
+        measured = ("timing/", "time", "kernels/")
+        names = [n for n in row if not n.startswith(measured) and not n.endswith(("_ms", "_per_s", "_gbps")) and "tok_per_s" not in n]
+        differing = {n: (row[n], again.get(n)) for n in names if row[n] != again.get(n)}
+        assert not differing, f"step {row['step']}: {differing}"
+    for part in ("_actor", "_critic"):
+        directory = os.path.join(one["ckpt.path"], part, "global_step4")
+        if os.path.isdir(directory):
+            for name in sorted(n for n in os.listdir(directory) if n.endswith(".pt")):
+                states = [torch.load(os.path.join(w["ckpt.path"], part, "global_step4", name), weights_only=False) for w in (one, other)]
+                assert_equal(*states, where=f"{part}/{name}")
+
+
+def assert_equal(one, other, where: str) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_equal(a, b, f"{where}[{i}]")
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other), where
+    elif hasattr(one, "tobytes"):
+        assert one.tobytes() == other.tobytes(), where
+    elif isinstance(one, (int, float, str, bytes, bool, type(None))):
+        assert one == other or one != one, f"{where}: {one} and {other}"
+
+
+def check(begin, variant: str, phase: str) -> None:
+    undisturbed, wanted = begin(variant)
+    saved = train_and_kill(wanted, phase)
+    train_qarl.main(argv(wanted | {"ckpt.load_enable": True}))
+    check_same(undisturbed, wanted, since=saved)
+    leftovers = [name for name in os.listdir(os.path.join(wanted["ckpt.path"], "_actor")) if name.endswith(".partial")]
+    assert not leftovers
+    shutil.rmtree(wanted["ckpt.path"])
+
+
+def test_killed_in_an_update(begin):
+    check(begin, "plain", "update")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["rollout", "push", "checkpoint"])
+def test_killed_in_any_phase(begin, phase):
+    check(begin, "plain", phase)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
+def test_everything_that_a_run_may_have_is_restored(begin, variant):
+    check(begin, variant, "update")
