@@ -27,6 +27,7 @@ class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
         if strategy.loaded_state:
             # The publish before the next rollout repeats the one of the checkpoint's weights.
             self.trainer.version = strategy.loaded_state["version"] - 1
+            self.trainer.changed_codes.first = strategy.loaded_state["first_codes"]
             if self.ema_model is not None:
                 set_local_weights(self.ema_model, strategy.loaded_state["ema"])
 
@@ -36,7 +37,8 @@ class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
 
     def save_checkpoint(self, tag, client_states=None, metric_value=None, metric_key=None) -> None:
         ema = {} if self.ema_model is None else local_weights(self.ema_model, rank=torch.distributed.get_rank())
-        self.strategy.rank_state = {"version": self.trainer.version, "ema": ema}
+        first_codes = self.trainer.changed_codes.first  # half a byte a weight, on a CPU only
+        self.strategy.rank_state = {"version": self.trainer.version, "ema": ema, "first_codes": first_codes}
         super().save_checkpoint(tag, client_states, metric_value, metric_key)
 
     def publish_metrics(self) -> dict:
