@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qarl_openrlhf.checkpoint.manifest import PARTIAL
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -30,7 +31,8 @@ def find_deepspeed(directory: str | Path, tag: str | None = None) -> Path:
     root = directory / "_actor" if (directory / "_actor").is_dir() else directory
     if tag is None and _holds_states(root):
         return root
-    tags = sorted(path.name for path in root.iterdir() if path.is_dir() and _holds_states(path)) if root.is_dir() else []
+    entries = root.iterdir() if root.is_dir() else []
+    tags = sorted(path.name for path in entries if path.suffix != PARTIAL and path.is_dir() and _holds_states(path))
     if tag is None and (root / "latest").is_file():
         tag = (root / "latest").read_text(encoding="utf-8").strip()
     if tag in tags:
