@@ -14,7 +14,7 @@ from qarl_openrlhf.quant.scheme import QuantScheme
 GIB = 2**30
 CONTEXT = int(1.25 * GIB)  # CUDA context, NCCL buffers and kernels of one process
 ENGINE_WORK = 2 * GIB  # vLLM beside weights and KV cache: activations of a prefill batch, sampler, CUDA graphs
-BUCKET = 2 * 500_000_000  # DeepSpeed's default reduce bucket: 5e8 BF16 elements
+BUCKET = 2 * 500_000_000  # DeepSpeed's default reduce bucket, 5e8 BF16 elements: allocated in full, however small the model
 LIVE = 1_000_000_000  # ZeRO-3 gathers at most this many parameters at a time, and one leaf module
 # A token's logits, times the vocabulary: float32 logits kept for the backward, the accumulated gradient, and the gradient of the
 # chunk (or of the gather) being added to it.
@@ -171,15 +171,18 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
         Part("BF16 parameters", int(2 * (p / copies if stage == 3 else p)), tuple(phases), zero3),
         Part("master weights (FP32)", 0 if offload else int(4 * share), states, fewer),
         Part("optimizer state", 0 if offload else int(moments), states, fewer),
-        Part("gradients", _gradients(p, copies, stage, offload), states, zero3 or fewer),
         Part("gradients in FP32 for the step", 0 if offload else int(4 * step_share), (step,), fewer),
     ]
+    parts += _gradients(p, copies, stage, offload, args.ds.overlap_comm, phases, states, zero3 or fewer)
     if stage == 3:
         live = max(min(p, LIVE), shape.largest, shape.largest_other)
         parts.append(Part("gathered parameters (ZeRO-3)", int(2 * live), (backward, publish)))
     mode = args.quant.cache
     less = {"dequant": "--quant.cache packed", "packed": "--quant.cache none (quantizes in every forward)"}.get(mode, "")
     parts.append(Part(f"quantization cache ({mode})", cache_bytes(scheme, mode, shape), tuple(phases), less))
+    if scheme.aligned and mode == "none" and not args.actor.gradient_checkpointing_enable:
+        # The backward reads what its forward made, and the loss lives until the step is over.
+        parts.append(Part("packed weights of a forward", cache_bytes(scheme, "packed", shape), (backward, step)))
     if scheme.aligned and mode != "dequant":
         parts.append(Part("one layer dequantized", int(2 * shape.largest), (backward,)))
     tokens = micro_batch_tokens(args)
@@ -199,11 +202,23 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     return Estimate("each learner GPU", parts, host, notes)
 
 
-def _gradients(p: int, copies: int, stage: int, offload: bool) -> int:
+def _gradients(p: int, copies: int, stage: int, offload: bool, overlap: bool, phases, states, advice: str) -> list[Part]:
+    """BF16 gradients: this rank's share until the step, and what is on its way to the others.
+
+    ZeRO-1 accumulates all of them on every rank, ZeRO-3 keeps its share and its bucket for the whole run.
+    """
+    _, backward, step, _ = phases
     if stage == 0:
-        return 2 * p
-    kept = 2 * p if stage == 1 else 2 * p // copies
-    return min(BUCKET, 2 * p) + (0 if offload else kept)
+        return [Part("gradients", 2 * p, states, advice)]
+    share = 0 if offload else 2 * p // copies
+    until = states if stage == 3 else (backward, step)
+    parts = [
+        Part("gradients", share, until, advice),
+        Part("reduce bucket", BUCKET * (2 if overlap and stage < 3 else 1), tuple(phases) if stage == 3 else (backward,)),
+    ]
+    if stage == 1:
+        parts.append(Part("gradients of the other ranks' shares (ZeRO-1)", 2 * p - share, (backward,), advice))
+    return parts
 
 
 def _activations(args, shape: ModelShape, tokens: int, phase: str) -> list[Part]:

@@ -49,7 +49,7 @@ def test_versions_follow_their_tokens_through_openrlhf_batching():
     from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
     from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
 
-    from qarl_openrlhf.actors.trainer import QarlSamplesGenerator
+    from qarl_openrlhf.actors import trainer
 
     def experience(prompt, versions, room=64):
         """The token that version v sampled is 100 + v."""
@@ -63,9 +63,9 @@ def test_versions_follow_their_tokens_through_openrlhf_batching():
                 start = None
         response = {
             "prompt": "p", "label": "l", "observation_tokens": ids, "action_ranges": ranges, "reward": 1.0, "scores": 1.0,
-            "rollout_log_probs": [-float(i) for i in ids], "weight_versions": [-1] * prompt + versions,
+            "rollout_log_probs": [-float(i) for i in ids], "weight_versions": [-1] * prompt + versions, "slot": (0, 0),
         }  # fmt: skip
-        generator = QarlSamplesGenerator.__new__(QarlSamplesGenerator)
+        generator = object.__new__(trainer.QarlSamplesGenerator)
         return generator._process_response_into_experience(response, max_len=room)
 
     made = [

@@ -1,0 +1,77 @@
+"""One rank of a real learner: live bytes at three moments of a step, by ZeRO stage and ``--quant.cache``.
+
+``python memory_worker.py RANK WORLD PORT MODEL OUT``; OUT.RANK: {(stage, mode, optimizer): {moment: bytes}}.
+"""
+
+import gc
+import os
+import sys
+
+import torch
+
+CASES = [(stage, mode, "adam") for stage in (1, 2, 3) for mode in ("dequant", "packed", "none")]
+CASES += [(stage, "packed", "muon") for stage in (2, 3)]
+WINDOW = 8  # responses an optimizer step, over all ranks
+
+
+def flags(stage: int, mode: str, optimizer: str, world: int) -> dict:
+    wanted = {"ds__zero_stage": stage, "quant__cache": mode, "actor__num_gpus_per_node": world, "actor__optim": optimizer}
+    return wanted | {"actor__muon__lr": 1e-3, "train__micro_batch_size": 1, "train__batch_size": WINDOW}
+
+
+def storages() -> dict[int, int]:
+    """Address -> bytes of every storage that a live tensor (or its gradient) has."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided and thing.device.type == "cpu":
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None:
+                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return found
+
+
+def measure(learner, items, world: int, before: dict) -> dict[str, int]:
+    """While gradients accumulate, just before an optimizer step (the second: the first makes the state), after a publish."""
+
+    def live() -> int:
+        return sum(size for address, size in storages().items() if address not in before)
+
+    for item in items:
+        learner.replay_buffer.append(item)
+    at, calls, step, window = {}, [], learner.strategy.optimizer_step, WINDOW // world
+
+    def watched(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == window + 1:
+            at["accumulating"] = live()
+        if len(calls) == 2 * window:
+            at["step"] = live()
+        return step(*args, **kwargs)
+
+    learner.strategy.optimizer_step = watched
+    learner.ppo_train(0.0)
+    learner.replay_buffer.clear()
+    for published in learner.published_tensors():
+        del published
+    at["published"] = live()
+    return at
+
+
+def main() -> None:
+    rank, world, port, model, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    from tests.actors.conftest import build_learner, make_rollout
+
+    items = make_rollout(count=2 * WINDOW // world)
+    results = {}
+    for case in CASES:
+        before = storages()
+        results[case] = measure(build_learner(model, **flags(*case, world)), items, world, before)
+    torch.save(results, f"{out}.{rank}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Bytes a rank that a real learner holds, by ZeRO stage and ``--quant.cache``, against those that ``--dry_run`` announces."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qarl_openrlhf.cli.dry_run import _planned
+from qarl_openrlhf.planning.memory import BUCKET, ModelShape, estimate
+from qarl_openrlhf.planning.positions import load_config
+from tests.tiny_models import save_tiny_model
+
+from . import memory_worker
+from .conftest import learner_args
+
+# Of the estimate: what a CPU rank without an engine does not have at these moments, or only in passing.
+NOT_HERE = ("CUDA context", "activations", "logits", "sync buffers", "gathered parameters", "one layer", "gradients in FP32")
+PHASES = {"accumulating": "forward and backward", "step": "optimizer step", "published": "publish"}
+ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    # Matrices above DeepSpeed's 1e5 weights, below which ZeRO-3 leaves a parameter on every rank.
+    # Three layers: in ZeRO-1 and 2 a rank keeps the whole gradient of the tensor that its share begins in, here 1 % of all.
+    return save_tiny_model(tmp_path_factory.mktemp("memory"), "qwen3", hidden=512, layers=3)
+
+
+def announced(model: str, case: tuple, world: int, moment: str) -> int:
+    """The estimate for a moment without the reduce bucket, which is compared by itself."""
+    args = learner_args(model, **memory_worker.flags(*case, world))
+    config = load_config(args)
+    network, plan = _planned(args, config)
+    learner = estimate(args, ModelShape.of(network, plan, config))[0]
+    here = [part for part in learner.parts if not part.name.startswith((*NOT_HERE, "reduce bucket"))]
+    return sum(part.bytes for part in here if PHASES[moment] in part.phases)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rank_holds_the_bytes_that_the_dry_run_announces(model, tmp_path, world):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, memory_worker.__file__, str(rank), str(world), port, model, str(tmp_path / "bytes")],
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    logs = [worker.communicate(timeout=500)[0] for worker in workers]
+    assert all(worker.returncode == 0 for worker in workers), "\n".join(log[-3000:] for log in logs)
+    wrong = []
+    for rank in range(world):
+        measured = torch.load(f"{tmp_path / 'bytes'}.{rank}")
+        assert set(measured) == set(memory_worker.CASES)
+        for case, moments in measured.items():
+            for moment, size in moments.items():
+                # ZeRO-3 keeps its bucket, ZeRO-1 until its gradients are reduced; in ZeRO-2 it is gone between two backwards.
+                bucket = case[0] == 3 or (case[0] == 1 and moment == "accumulating")
+                size -= BUCKET * bucket
+                expected = announced(model, case, world, moment)
+                print(f"world {world} rank {rank} {case} {moment}: {size} measured, {expected} announced, {size / expected - 1:+.2%}")
+                if abs(size / expected - 1) > 0.02:
+                    wrong.append(f"rank {rank} {case} {moment}: {size} measured, {expected} announced")
+    assert not wrong, "\n".join(wrong)
