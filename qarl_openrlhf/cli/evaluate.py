@@ -16,10 +16,12 @@ from statistics import fmean
 
 from qarl_openrlhf.cli.prepare_data import TEMPLATE, template_of
 from qarl_openrlhf.data.reasoning_gym import DataError
-from qarl_openrlhf.data.sources import EVAL
+from qarl_openrlhf.data.sources import CODE, EVAL
 from qarl_openrlhf.engine.offline import ENGINES
-from qarl_openrlhf.evaluation import harness, records, table
-from qarl_openrlhf.evaluation.items import DEFAULT_K, Settings, load_items
+from qarl_openrlhf.evaluation import harness, records, sandbox, table
+from qarl_openrlhf.evaluation.code_items import CodeItem
+from qarl_openrlhf.evaluation.items import DEFAULT_K, Item, Settings, load_items
+from qarl_openrlhf.evaluation.scores import figure
 from qarl_openrlhf.quant.errors import QuantError
 
 PROMPT_TOKENS = 2048  # the paper's; prompt and response together are the engine's max_model_len
@@ -33,13 +35,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("source", nargs="?", metavar="MODEL", help="Hugging Face directory, export, hub name or DeepSpeed checkpoint")
     add("--table", nargs="+", metavar="[NAME=]DIR", help="print the table of these evaluation directories and end")
     add("--out", help="directory for samples and scores; one with the same settings is continued")
-    known = f"{', '.join([*EVAL, *harness.TASKS])}"
-    add("--tasks", nargs="+", default=list(EVAL), metavar="NAME|NAME=FILE", help=f"{known}; or files (default: {' '.join(EVAL)})")
-    add("--k", type=int, default=None, help="samples an item (default: 32 of AIME and AMC, 4 of the others)")
+    known = f"{', '.join([*EVAL, *CODE])}, or files of their columns; {', '.join(harness.TASKS)} (lm-eval), or NAME=DIR"
+    add("--tasks", nargs="+", default=list(EVAL), metavar="NAME|NAME=FILE", help=f"{known} (default: {' '.join(EVAL)})")
+    add("--k", type=int, default=None, help="samples an item (default: 32 of AIME and AMC, 4 of the others; LiveCodeBench's score is pass@k)")
     add("--temperature", type=float, default=0.6, help="default: %(default)s")
     add("--top_p", type=float, default=1.0, help="default: %(default)s")
     add("--max_tokens", type=int, default=16384, help="of a response (default: %(default)s)")
-    add("--template", type=template_of, default=TEMPLATE, help="prompt, with {problem} (default: %(default)r)")
+    add("--template", type=template_of, default=TEMPLATE, help="prompt of mathematics, with {problem} (default: %(default)r)")
     add("--chat", choices=("auto", "on", "off"), default="auto", help="apply the tokenizer's chat template (auto: if it has one)")
     add("--scheme", default=None, help="quantize BF16 weights to this first: w4a16[:gN], w8a8, fp8, w4a8")
     add("--engine", default="auto", choices=ENGINES, help="vLLM's own kernels or our method for CPUs")
@@ -61,20 +63,22 @@ def check(args) -> None:
         raise DataError("--k and --limit must be at least 1")
     if args.temperature == 0 and args.k != 1:
         raise DataError("--temperature 0 gives k equal samples: add --k 1")
-    if set(args.tasks) & set(harness.TASKS):
-        harness.require()
+    if theirs := [task for task in args.tasks if harness.name_of(task)]:
+        harness.require(theirs)
 
 
 def run(args) -> dict:
     """Everything; returns the summary."""
     check(args)
-    theirs = [task for task in args.tasks if task in harness.TASKS]
+    theirs = [task for task in args.tasks if harness.name_of(task)]
     if theirs and len(theirs) < len(args.tasks):
         raise DataError(f"--tasks {' '.join(theirs)} are lm-eval's and need an engine of their own: a second command with the same --out")
     tasks = [] if theirs else [load_items(task, args.limit) for task in args.tasks]
     names = [items[0].task for items in tasks if items]
     if len(set(names)) < len(tasks):
         raise DataError("--tasks: two sets have one name, or one is empty; write NAME=FILE")
+    if any(isinstance(items[0], CodeItem) for items in tasks if items):
+        sandbox.require()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=out) as scratch:
@@ -82,13 +86,19 @@ def run(args) -> dict:
         choice = engine_choice(args, directory)
         settings = claim_settings(args, directory, scheme, choice)
         if theirs:
-            scores = harness.run(directory, theirs, limit=args.limit, **choice)
+            for scores in harness.run(directory, theirs, out, limit=args.limit, chat=args.chat == "on", **choice):
+                summary = join_summary(out, scores)
         else:
-            scores = sampled(args, directory, settings, tasks, choice)
-    before = out / "summary.json"
-    scores = (json.loads(before.read_text(encoding="utf-8"))["tasks"] if before.is_file() else {}) | scores
-    summary = {"tasks": scores, "average": fmean(each["avg"] for each in scores.values())}
-    records.write_json(before, summary)
+            summary = join_summary(out, sampled(args, directory, settings, tasks, choice))
+    return summary
+
+
+def join_summary(out: Path, scores: dict[str, dict]) -> dict:
+    """Write summary.json: scores that are there, and these."""
+    path = out / "summary.json"
+    scores = (json.loads(path.read_text(encoding="utf-8"))["tasks"] if path.is_file() else {}) | scores
+    summary = {"tasks": scores, "average": fmean(figure(each)[1] for each in scores.values())}
+    records.write_json(path, summary)
     return summary
 
 
@@ -140,14 +150,19 @@ def claim_settings(args, directory: str, scheme: str, choice: dict) -> Settings:
 def sampled(args, directory: str, settings: Settings, tasks: list, choice: dict) -> dict[str, dict]:
     """Scores of the tasks that our runner samples."""
     from qarl_openrlhf.engine.offline import open_engine
+    from qarl_openrlhf.evaluation.grade import CodeGrader, MathGrader
     from qarl_openrlhf.evaluation.sample import Runner
     from qarl_openrlhf.rewards.pool import JudgePool
 
     llm, _ = open_engine(directory, **choice)
     judges = JudgePool(size=args.workers)
     try:
-        runner = Runner(llm, settings, Path(args.out), judges)
-        return {items[0].task: runner.run(items, args.k or DEFAULT_K.get(items[0].task, 4)) for items in tasks}
+        graders = {CodeItem: CodeGrader(args.workers), Item: MathGrader(judges)}
+        scores = {}
+        for items in tasks:
+            runner = Runner(llm, settings, Path(args.out), graders[type(items[0])])
+            scores[items[0].task] = runner.run(items, args.k or DEFAULT_K.get(items[0].task, 4))
+        return scores
     finally:
         judges.close()
 

@@ -11,12 +11,14 @@ from qarl_openrlhf.data.reasoning_gym import DataError
 
 @dataclass(frozen=True)
 class Source:
-    """A data set on the hub; config None: it has only one."""
+    """A data set on the hub; config None: it has only one. files: read these and no other, where it has a loading script, which
+    `datasets` no longer runs."""
 
     name: str
     hub: str
     split: str
     config: str | None = None
+    files: tuple[str, ...] = ()
 
 
 TRAIN = {"openr1-math-46k": Source("openr1-math-46k", "Elliott/Openr1-Math-46k-8192", "train")}
@@ -31,6 +33,9 @@ EVAL = {
         Source("olympiadbench", "Hothan/OlympiadBench", "train", "OE_TO_maths_en_COMP"),
     )
 }
+# All problems up to April 2025 (release_v6), a file a release.
+_LIVECODEBENCH = tuple(f"test{release}.jsonl" for release in ("", "2", "3", "4", "5", "6"))
+CODE = {"livecodebench": Source("livecodebench", "livecodebench/code_generation_lite", "test", files=_LIVECODEBENCH)}
 FORMATS = (".jsonl", ".json", ".parquet")
 
 
@@ -49,8 +54,12 @@ def load_rows(argument: str, known: dict[str, Source], flag: str) -> tuple[str, 
 
 def _from_hub(source: Source, flag: str) -> list[dict]:
     from datasets import load_dataset
+    from huggingface_hub import hf_hub_download
 
     try:
+        if source.files:
+            paths = [hf_hub_download(source.hub, file, repo_type="dataset") for file in source.files]
+            return [row for path in paths for row in read_file(path)]
         return list(load_dataset(source.hub, source.config, split=source.split))
     except Exception as error:  # offline, gated, renamed: many classes
         raise DataError(

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from qarl_openrlhf.evaluation.grade import CodeGrader, MathGrader
 from qarl_openrlhf.evaluation.items import Item, Settings
 from qarl_openrlhf.evaluation.records import Records
 from qarl_openrlhf.evaluation.scores import task_scores
-from qarl_openrlhf.rewards.answers import find_answer
-from qarl_openrlhf.rewards.pool import JudgePool
 
 RESPONSES_AT_ONCE = 2048  # what is lost when a run is stopped, and what an engine has to batch
 
 
 class Runner:
-    """llm: `vllm.LLM`; out: directory for records; judges: pool of judging processes."""
+    """llm: `vllm.LLM`; out: directory for records; grader: of the items' kind."""
 
-    def __init__(self, llm, settings: Settings, out: Path, judges: JudgePool, *, at_once: int = RESPONSES_AT_ONCE):
-        self.llm, self.settings, self.out, self.judges, self.at_once = llm, settings, Path(out), judges, at_once
+    def __init__(self, llm, settings: Settings, out: Path, grader: MathGrader | CodeGrader, *, at_once: int = RESPONSES_AT_ONCE):
+        self.llm, self.settings, self.out, self.grader, self.at_once = llm, settings, Path(out), grader, at_once
 
     def run(self, items: list[Item], k: int, progress: Callable[[str], None] = print) -> dict:
         """The task's scores; only items without k samples are sampled."""
@@ -35,7 +34,7 @@ class Runner:
             done |= {record["index"]: record for record in made}
             right = sum(sample["right"] for record in done.values() for sample in record["samples"][:k])
             progress(f"{task}: {len(done)}/{len(items)} items, avg@{k} so far {right / (k * len(done)):.3f}")
-        return task_scores([done[item.index] for item in items], k)
+        return task_scores([done[item.index] for item in items], k, headline=self.grader.headline)
 
     def _sample(self, items: list[Item], k: int) -> list[dict]:
         from vllm import SamplingParams
@@ -47,9 +46,9 @@ class Runner:
             for item in items
         ]
         outputs = [output.outputs for output in self.llm.generate(prompts, params, use_tqdm=False)]
-        answers = [find_answer(sample.text) for samples in outputs for sample in samples]
-        labels = [item.label for item, samples in zip(items, outputs, strict=True) for _ in samples]
-        verdicts = iter(zip(answers, self.judges.judge_all(answers, labels), strict=True))
+        answers = [self.grader.answer(sample.text) for samples in outputs for sample in samples]
+        owners = [item for item, samples in zip(items, outputs, strict=True) for _ in samples]
+        verdicts = iter(zip(answers, self.grader.verdicts(answers, owners), strict=True))
         return [
             {
                 "index": item.index,
@@ -75,7 +74,7 @@ class Runner:
     def token_ids(self, item: Item) -> list[int]:
         """The prompt as training would build it: the template, then the tokenizer's chat template if `chat`."""
         tokenizer = self.llm.get_tokenizer()
-        text = self.settings.template.format(problem=item.problem)
+        text = item.prompt(self.settings.template)
         if self.settings.chat:
             chat = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

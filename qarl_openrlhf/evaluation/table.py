@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.data.sources import EVAL
+from qarl_openrlhf.evaluation.scores import figure
 
 
 def read_runs(arguments: list[str]) -> dict[str, list[dict[str, float]]]:
@@ -19,8 +20,13 @@ def read_runs(arguments: list[str]) -> dict[str, list[dict[str, float]]]:
         if not summary.is_file():
             raise DataError(f"--table {argument}: {summary} is not there; evaluate writes it when all tasks are done")
         tasks = json.loads(summary.read_text(encoding="utf-8"))["tasks"]
-        runs.setdefault(name or Path(path).name, []).append({task: 100 * scores["avg"] for task, scores in tasks.items()})
+        runs.setdefault(name or Path(path).name, []).append(dict(_column(task, scores) for task, scores in tasks.items()))
     return runs
+
+
+def _column(task: str, scores: dict) -> tuple[str, float]:
+    name, value = figure(scores)
+    return task if name == "avg" else f"{task} {name}", 100 * value
 
 
 def markdown(runs: dict[str, list[dict[str, float]]]) -> str:

