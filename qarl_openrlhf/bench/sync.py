@@ -1,7 +1,7 @@
 """A learner and a vLLM engine of a real model's shape, and what a push between them costs.
 
-The learner's master weights are random. A dense model is built whole; of a mixture of experts one decoder layer is made and
-quantized anew under every layer's name, since 60 GB of master weights need not lie in memory to measure a push.
+The learner's master weights are random. A dense model is built whole; of a mixture of experts (``repeated``: of any model) one
+decoder layer is made and quantized anew under every layer's name: master weights need not lie in memory to measure a push.
 """
 
 import os
@@ -35,7 +35,7 @@ def _dense(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 
 
 SHAPES = {
-    "tiny": _dense(512, 1024, 4, 8, 4, vocab_size=4096, head_dim=64),
+    "tiny": _dense(512, 1024, 4, 8, 4, vocab_size=4096, head_dim=64, bos_token_id=0, eos_token_id=1),
     "1.5b": _dense(1536, 8960, 28, 12, 2, tie_word_embeddings=True),
     "7b": _dense(3584, 18944, 28, 28, 4),
     "8b": _dense(4096, 12288, 36, 32, 8),
@@ -71,20 +71,25 @@ def masters_of(model_class, config, device) -> torch.nn.Module:
 class Learner:
     """The learner's process (a Ray actor): master weights, quantizer, publisher."""
 
-    def __init__(self, shape: str, layers: int | None, scheme: str, gpu: int = 0):
+    def __init__(
+        self, shape: str, layers: int | None, scheme: str, gpu: int = 0, *, device: str = "cuda", repeated: bool | None = None
+    ):
         from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
         from qarl_openrlhf.quant.convert import convert_model
         from qarl_openrlhf.quant.scheme import QuantScheme
 
-        self.device = torch.device("cuda", gpu)
-        torch.cuda.set_device(self.device)
+        self.on_card = device == "cuda"
+        self.device = torch.device("cuda", gpu) if self.on_card else torch.device("cpu")
+        if self.on_card:
+            torch.cuda.set_device(self.device)
         self.config = config_of(shape, layers)
         self.layers = self.config.num_hidden_layers
-        self.repeated = shape == "30b-a3b"
+        experts = self.config.model_type == "qwen3_moe"
+        self.repeated = experts if repeated is None else repeated
         if self.repeated:
             self.config.num_hidden_layers = 1
-        model_class = Qwen3MoeForCausalLM if self.repeated else Qwen3ForCausalLM
+        model_class = Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM
         self.model = masters_of(model_class, self.config, self.device)
         self.scheme = QuantScheme.parse(scheme)
         convert_model(self.model, self.scheme)
@@ -120,24 +125,31 @@ class Learner:
     def push(self) -> dict:
         """One publish, from weights that have just changed to engines that may sample."""
         self.version += 1
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = 0
+        if self.on_card:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         started = time.perf_counter()
         metrics = self.publisher.publish(self.tensors(), self.version)
         metrics["total_ms"] = (time.perf_counter() - started) * 1e3
-        metrics["learner_peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        metrics["learner_allocated_mb"] = torch.cuda.memory_allocated() / 2**20
+        if self.on_card:
+            metrics["learner_peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            metrics["learner_allocated_mb"] = torch.cuda.memory_allocated() / 2**20
         return metrics
 
     def quantize_only(self) -> float:
         """ms to quantize everything that is published, nothing sent."""
-        torch.cuda.synchronize()
+        self._wait()
         started = time.perf_counter()
         for _ in self.tensors():
             pass
-        torch.cuda.synchronize()
+        self._wait()
         return (time.perf_counter() - started) * 1e3
+
+    def _wait(self) -> None:
+        if self.on_card:
+            torch.cuda.synchronize()
 
     def join_openrlhf(self, engines: list) -> None:
         """OpenRLHF's own transfer group: a broadcast a parameter."""
@@ -188,15 +200,22 @@ ENGINE = dict(
 )
 
 
-def start_engine(directory: str, scheme: str, *, gpus: float, tp: int = 1, **kwargs):
+# What the CPU engine does not know: CUDA graphs, and a KV cache sized in its own environment variable.
+_CARD_ONLY = ("gpu_memory_utilization", "kv_cache_memory_bytes", "compilation_config", "enforce_eager")
+
+
+def start_engine(directory: str, scheme: str, *, gpus: float, tp: int = 1, device: str = "cuda", **kwargs):
     """Our engine."""
     from qarl_openrlhf.engine.actor import QarlRolloutActor
 
-    actor = ray.remote(QarlRolloutActor).options(num_cpus=0, num_gpus=gpus, max_concurrency=64)
+    # Ray's own default for actors with async methods, as in a training run: as many requests as vLLM takes.
+    actor = ray.remote(QarlRolloutActor).options(num_cpus=0, num_gpus=gpus, max_concurrency=1000)
     options = {**ENGINE, "tensor_parallel_size": tp, "num_gpus": gpus, **kwargs}
-    if tp > 1:
+    if device == "cpu":
+        options = {name: value for name, value in options.items() if name not in _CARD_ONLY}
+    elif tp > 1:
         options["distributed_executor_backend"] = "mp"
-    return actor.remote(model=directory, qarl_scheme=scheme, qarl_device="cuda", **options)
+    return actor.remote(model=directory, qarl_scheme=scheme, qarl_device=device, **options)
 
 
 def start_openrlhf_engine(directory: str, *, gpus: float):

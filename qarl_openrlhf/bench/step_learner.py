@@ -1,0 +1,215 @@
+"""The learner's half of a step: OpenRLHF's replay buffer, DeepSpeed, ``QuantActor`` and ``QarlActorTrainer`` on made-up responses."""
+
+import gc
+import io
+import os
+import socket
+import time
+from contextlib import redirect_stdout
+
+import torch
+
+from qarl_openrlhf import patches
+from qarl_openrlhf.bench import step_clock
+from qarl_openrlhf.bench.step_workload import Workload
+
+UPDATES = 2  # optimizer steps of one measured rollout
+
+
+def recipe_flags(workload: Workload, *, tokens: int, samples: int, world: int) -> dict[str, object]:
+    """Flags of the recipes (scripts/lib/recipe.sh) for ``UPDATES`` optimizer steps of ``samples`` responses a GPU.
+
+    samples must be even: they come two to a prompt here, since ``group_norm`` wants a group; nothing is computed from it.
+    """
+    return {
+        "rollout.batch_size": samples * UPDATES * world // 2,
+        "rollout.n_samples_per_prompt": 2,
+        "train.batch_size": samples * world,
+        "train.micro_batch_size": 1,
+        "rollout.micro_batch_size": 1,
+        "data.max_len": workload.prompt + workload.response,
+        "rollout.max_new_tokens": workload.response,
+        "train.dynamic_batch_enable": True,
+        "train.max_tokens_per_gpu": tokens,
+        "rollout.max_tokens_per_gpu": tokens,
+        "actor.optim": "muon",
+        "actor.muon.lr": 1e-6,
+        "actor.adam.lr": 1e-6,
+        "actor.adam.weight_decay": 0.01,
+        "actor.lr_scheduler": "constant",
+        "actor.lr_warmup_ratio": 0,
+        "actor.max_norm": 1.0,
+        "actor.gradient_checkpointing_enable": True,
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.init_coef": 0,
+        "ds.zero_stage": 2,
+        "actor.num_nodes": 1,
+        "actor.num_gpus_per_node": world,
+        "ref.num_gpus_per_node": world,
+        "vllm.num_engines": 1,
+        "preset": "tbpo",
+        "data.prompt_dataset": "none.jsonl",
+        "reward.remote_url": "none.py",
+    }
+
+
+def resolve(directory: str, scheme: str, device: str, flags: dict[str, object], extra: list[str]):
+    """Checked arguments of ``train_qarl`` for the model in ``directory``; ``extra`` are the user's own flags and win.
+
+    device "cuda" on a machine without: arguments for a plan, of the scheme although only a GPU runs it.
+    """
+    from qarl_openrlhf.cli import train_qarl
+
+    words = ["--device", device, "--actor.model_name_or_path", directory, "--quant.scheme", scheme]
+    for name, value in flags.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    if device == "cuda" and not torch.cuda.is_available():
+        words += ["--dry_run", "--dry_run_gpu_gb", "80"]
+    with redirect_stdout(io.StringIO()):  # OpenRLHF's advice to install flash-attn
+        return train_qarl.resolve(words + extra)[0]
+
+
+def samples_for(workload: Workload, tokens: int) -> int:
+    """Responses an optimizer step that fill about two micro-batches of ``tokens``; even, at least 2."""
+    return max(2, 2 * tokens // (workload.prompt + workload.response) // 2 * 2)
+
+
+def one_rank_environment() -> None:
+    """A world of one, unless a launcher (torchrun) has made a larger one."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+
+
+class StepLearner:
+    """A trainer on random weights of a config, as the Ray actor of a run builds it (without an engine to publish to)."""
+
+    def __init__(self, args, config, device: str):
+        patches.apply()
+        from qarl_openrlhf.actors.learner import QarlActorTrainer
+        from qarl_openrlhf.actors.strategy import make_strategy
+
+        self.args = args
+        strategy = make_strategy(args)
+        strategy.setup_distributed()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        actor = self._actor(strategy, config)
+        settings = dict(
+            optim=args.actor.optim,
+            muon=vars(args.actor.muon),
+            adam=vars(args.actor.adam),
+            lr_scheduler=args.actor.lr_scheduler,
+            lr_warmup_ratio=args.actor.lr_warmup_ratio,
+            min_lr_ratio=args.actor.min_lr_ratio,
+            max_norm=args.actor.max_norm,
+            scheduler_steps=1000,
+        )
+        actor, optimizer, scheduler = strategy.prepare((actor, settings))
+        self.trainer = QarlActorTrainer(
+            strategy, actor, None, optimizer, scheduler, micro_train_batch_size=args.train.micro_batch_size, vllm_engines=None
+        )
+        self.clock = step_clock.PhaseClock(self.device)
+        step_clock.attach(self.clock, self.trainer)
+
+    def _actor(self, strategy, config):
+        """``Actor`` around a model made on the device: nothing is read from a disk."""
+        import deepspeed
+        from openrlhf.models import Actor
+        from openrlhf.models.utils import set_z3_leaf_modules
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        kwargs = dict(attn_implementation=self.args.ds.attn_implementation, dtype=torch.bfloat16)
+        if self.args.ds.zero_stage == 3:
+            with deepspeed.zero.Init(config_dict_or_path=strategy.get_ds_train_config(), remote_device=None):
+                model = AutoModelForCausalLM.from_config(config, **kwargs)
+        else:
+            with self.device:
+                model = AutoModelForCausalLM.from_config(config, **kwargs)
+        if hasattr(model.config, "output_router_logits"):
+            model.config.output_router_logits = True
+        set_z3_leaf_modules(model, detect_hybrid=False)
+        model.config.use_cache = False
+        actor = Actor(model, temperature=self.args.rollout.temperature)
+        actor.packing_samples, actor.is_vlm = self.args.ds.packing_samples, False
+        if self.args.actor.gradient_checkpointing_enable:
+            actor.gradient_checkpointing_enable({"use_reentrant": self.args.actor.gradient_checkpointing_reentrant})
+        return actor
+
+    def rollout(self, prompt: int, lengths: list[int], rank: int) -> list:
+        """An ``Experience`` a response, with a sampler's log-probs that are near a random model's."""
+        from openrlhf.trainer.ppo_utils.experience import Experience
+
+        vocabulary = self.trainer.actor.network.config.vocab_size
+        generator = torch.Generator().manual_seed(rank)
+        made = []
+        for i, response in enumerate(lengths):
+            length = prompt + response
+            action_mask = torch.zeros(1, length - 1, dtype=torch.long)
+            action_mask[0, prompt - 1 :] = 1
+            noise = torch.randn(1, length - 1, generator=generator)
+            made.append(
+                Experience(
+                    sequences=torch.randint(4, vocabulary - 4, (1, length), generator=generator),
+                    attention_mask=torch.ones(1, length, dtype=torch.long),
+                    action_mask=action_mask,
+                    rollout_log_probs=-torch.log(torch.tensor(float(vocabulary))) + 0.1 * noise,
+                    advantages=torch.full((1, length - 1), 1.0 if i % 2 else -1.0),
+                    rewards=torch.tensor([float(i % 2)]),
+                    total_length=torch.tensor([float(length)]),
+                    response_length=torch.tensor([response]),
+                    truncated=torch.tensor([False]),
+                    prompts=["p"],
+                    labels=["l"],
+                    info={"reward": torch.tensor([float(i % 2)])},
+                )
+            )
+        return made
+
+    def measure(self, prompt: int, lengths: list[int], repeats: int = 2) -> dict:
+        """Train on a rollout of these responses, once to warm up and ``repeats`` times measured.
+
+        Returns {tokens, micro_batches, updates, runs: [{phase: seconds}], peak_gib, kernels}. Each run begins as a step does:
+        with the weights of the last publish quantized.
+        """
+        rank = torch.distributed.get_rank()
+        buffer = self.trainer.replay_buffer
+        runs: list[dict] = []
+        for repeat in range(repeats + 1):
+            buffer.clear()
+            for experience in self.rollout(prompt, lengths, rank):
+                buffer.append(experience)
+            for _ in self.trainer.published_tensors():
+                pass
+            self.clock.reset()
+            self._reset_peak()
+            started = time.perf_counter()
+            metrics = self.trainer.ppo_train(0.0)
+            wall = time.perf_counter() - started
+            if repeat:
+                runs.append({phase: self.clock.seconds[phase] for phase in step_clock.PHASES} | {"wall": wall})
+        return {
+            "tokens": sum(prompt + n for n in lengths),
+            "micro_batches": len(buffer),
+            "updates": UPDATES,
+            "runs": runs,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None,
+            "kernel_calls": {name: value for name, value in metrics.items() if name.startswith("kernels/") and "calls" in name},
+            "in_band_before_update": metrics.get("objective/in_band_frac_by_update/0"),
+        }
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+
+    def close(self) -> None:
+        """Free the device's memory: DeepSpeed's engine and optimizer hold each other, and hooks hold both."""
+        self.trainer.actor.model.destroy()
+        self.trainer = self.clock = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
