@@ -45,6 +45,8 @@ SHAPES = {
         num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
     ),
 }  # fmt: skip
+_MOE = ("architectures", "model_type", "num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+SHAPES["tiny-moe"] = SHAPES["tiny"] | {name: SHAPES["30b-a3b"][name] for name in _MOE} | {"num_experts": 16, "moe_intermediate_size": 128}
 
 
 def config_of(shape: str, layers: int | None):
@@ -169,20 +171,30 @@ class Learner:
         self.group = stateless_init_process_group(address, port, 0, world, self.device)
         ray.get(calls)
 
-    def push_openrlhf(self, engines: list) -> float:
-        """ms of OpenRLHF 0.11.2's ``broadcast_to_vllm``: one RPC, one broadcast and one wait a parameter."""
+    def push_openrlhf(self, engines: list, transport: str = "nccl") -> float:
+        """ms of OpenRLHF 0.11.2's ``broadcast_to_vllm``: one RPC, one broadcast (or handle) and one wait a parameter."""
+        send = {"nccl": self._broadcast_parameter, "ipc": self._hand_over_parameter}[transport]
         torch.cuda.synchronize()
         started = time.perf_counter()
         parameters = list(self.model.named_parameters())
         for i, (name, parameter) in enumerate(parameters, start=1):
-            calls = [
-                engine.update_weight.remote(name, dtype=parameter.dtype, shape=parameter.shape, empty_cache=i == len(parameters))
-                for engine in engines
-            ]
-            self.group.broadcast(parameter.data, src=0, stream=torch.cuda.current_stream())
-            ray.get(calls)
+            send(engines, name, parameter.data, {"empty_cache": i == len(parameters)})
         torch.cuda.synchronize()
         return (time.perf_counter() - started) * 1e3
+
+    def _broadcast_parameter(self, engines: list, name: str, data: Tensor, options: dict) -> None:
+        calls = [engine.update_weight.remote(name, dtype=data.dtype, shape=data.shape, **options) for engine in engines]
+        self.group.broadcast(data, src=0, stream=torch.cuda.current_stream())
+        ray.get(calls)
+
+    def _hand_over_parameter(self, engines: list, name: str, data: Tensor, options: dict) -> None:
+        from openrlhf.trainer.ray.utils import get_physical_gpu_id
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        copy = data.clone()
+        options = options | {"ipc_handles": {get_physical_gpu_id(): reduce_tensor(copy)}}
+        ray.get([engine.update_weight_cuda_ipc.remote(name, dtype=data.dtype, shape=data.shape, **options) for engine in engines])
+        torch.cuda.synchronize()  # OpenRLHF's barrier after each parameter; a world of one has nobody else to wait for
 
 
 ENGINE = dict(
@@ -195,7 +207,7 @@ ENGINE = dict(
     enforce_eager=False,
     enable_prefix_caching=False,
     gpu_memory_utilization=0.3,  # only what must be free at start: the next line is what is taken
-    kv_cache_memory_bytes=8 * 2**30,
+    kv_cache_memory_bytes=4 * 2**30,
     compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [64]},
 )
 
@@ -219,7 +231,7 @@ def start_engine(directory: str, scheme: str, *, gpus: float, tp: int = 1, devic
 
 
 def start_openrlhf_engine(directory: str, *, gpus: float):
-    """OpenRLHF's engine with its own weight transfer."""
+    """OpenRLHF's engine with its own weight transfer; ``gpus``: 1, or a share of the learner's."""
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 
     options = {"worker_extension_cls": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap", "num_gpus": gpus, **ENGINE}

