@@ -38,22 +38,27 @@ def require(flat) -> None:
 def prepare(flat, device: str, typed: set[str]) -> list[str]:
     """Adjust flat parsed flags to the machine before OpenRLHF checks them. Returns notes on what was changed.
 
+    Without a GPU, what no CPU run could have had otherwise is noted with ``--verbose`` and in dry runs only.
+
     Args:
         flat: argparse namespace with dotted names; typed: the names the user typed (never changed silently).
     """
     notes = []
 
-    def set_default(name: str, value, why: str) -> None:
+    all_notes = device != "cpu" or flat.verbose or flat.dry_run or flat.dry_run_all
+
+    def set_default(name: str, value, why: str, *, always_noted: bool = True) -> None:
         if name not in typed and getattr(flat, name) != value:
             setattr(flat, name, value)
-            notes.append(f"--{name} {value}: {why}")
+            if always_noted or all_notes:
+                notes.append(f"--{name} {value}: {why}")
 
     if not _has_flash_attn():
-        set_default("ds.attn_implementation", "sdpa", "flash-attn is not installed")
+        set_default("ds.attn_implementation", "sdpa", "flash-attn is not installed", always_noted=False)
         if getattr(flat, "ds.ring_attn_size") > 1:
             raise ConfigError("--ds.ring_attn_size > 1 needs flash-attn, which is not installed; use 1, or install flash-attn")
     if device == "cpu":
-        set_default("vllm.enforce_eager", True, "CUDA graphs need CUDA")
+        set_default("vllm.enforce_eager", True, "CUDA graphs need CUDA", always_noted=False)
         if getattr(flat, "vllm.enable_sleep"):
             setattr(flat, "vllm.enable_sleep", False)
             notes.append("--vllm.enable_sleep off: vLLM has no sleep mode on a CPU, where it would free no GPU memory")
@@ -83,6 +88,8 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     Args:
         args: OpenRLHF's nested arguments with our groups in them.
     """
+    from qarl_openrlhf.planning.low_bit import check_low_bit
+
     scheme = QuantScheme.parse(args.quant.scheme)
     args.quant.scheme = str(scheme)
     args.device = device
@@ -103,6 +110,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     args.sync.transport = choose_transport(args, device)
     _check_schedulers(args)
     _check_muon(args, typed)
+    check_low_bit(args)
     if args.quant.cache == "auto":
         args.quant.cache = default_cache(args.ds.zero_stage, device)
 
@@ -194,7 +202,8 @@ def _check_quantized(args, scheme: QuantScheme, device: str) -> None:
         )
     if args.ds.load_in_4bit:
         raise ConfigError(
-            f"--ds.load_in_4bit would load the policy in NF4, which --quant.scheme {scheme} cannot train; drop it"
+            f"--ds.load_in_4bit would load the policy in NF4, too, which --quant.scheme {scheme} cannot train: --ref.load_in_4bit is for the "
+            "reference model alone"
         )
     if args.ds.lora.rank > 0:
         raise ConfigError(f"--ds.lora.rank with --quant.scheme {scheme} is not supported: QaRL trains the full weights")

@@ -2,7 +2,10 @@
 
 import torch
 
+from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
+from qarl_openrlhf.objectives import objective_hyperparameters
 from qarl_openrlhf.planning.architecture import check_config, meta_model
+from qarl_openrlhf.planning.host_memory import host_report
 from qarl_openrlhf.planning.memory import ModelShape
 from qarl_openrlhf.planning.placement import check_placement
 from qarl_openrlhf.planning.positions import check_positions, load_config
@@ -11,9 +14,13 @@ from qarl_openrlhf.quant.convert import ConversionReport, convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 
-def describe(args, resources) -> tuple[str, list[str]]:
-    """(text, problems). Text: resolved configuration (one flag a line), resource plan, updates a rollout, per-layer plan, memory
-    a GPU. Problems: why the run would fail; ConfigError where prompt and response do not fit the model's positions."""
+def describe(args, resources, defaults: dict | None = None) -> tuple[str, list[str]]:
+    """(text, problems) of a run, the answer at the end.
+
+    Text: flags, one a line (of ``defaults``, {name: value}, only those that have another value), the objective's
+    hyperparameters, per-layer plan, kernels, memory, resources, updates a rollout. Problems: why the run would fail;
+    ConfigError where prompt and response do not fit the model's positions.
+    """
     config = load_config(args)
     check_positions(args, config)
     check_placement(args)
@@ -25,19 +32,70 @@ def describe(args, resources) -> tuple[str, list[str]]:
     else:
         memory, problems = memory_report(args, shape)
     samples = args.rollout.batch_size * args.rollout.n_samples_per_prompt
-    lines = ["configuration:", *(f"  --{name} {value}" for name, value in flatten(args)), "", "resources:"]
-    lines += [f"  {resources}", "", "one rollout:"]
-    lines += [
-        f"  {args.rollout.batch_size} prompts x {args.rollout.n_samples_per_prompt} responses = {samples} samples, "
-        f"{samples * args.train.max_epochs / args.train.batch_size:g} optimizer steps of {args.train.batch_size}",
-        "",
-        "quantization plan:",
-        plan.table(),
-        "",
-        "memory, estimated:",
-        memory,
+    title = "flags:" if defaults is None else "flags that differ from their defaults (--dry_run_all shows all):"
+    sections = [
+        (title, [f"--{name} {value}" for name, value in flatten(args) if _is_shown(name, value, defaults)]),
+        ("objective:", _objective(args)),
+        ("quantization plan:", [plan.table()]),
+        ("memory, estimated:", [memory]),
+        ("kernels:", _kernels(args)),
+        ("resources:", [str(resources)]),
+        (
+            "one rollout:",
+            [
+                f"{args.rollout.batch_size} prompts x {args.rollout.n_samples_per_prompt} responses = {samples} samples, "
+                f"{samples * args.train.max_epochs / args.train.batch_size:g} optimizer steps of {args.train.batch_size}"
+            ],
+        ),
     ]
-    return "\n".join(lines), problems
+    lines = [line for title, rows in sections for line in ("", title, *(f"  {row}" for row in "\n".join(rows).splitlines()))]
+    return "\n".join(lines[1:]), problems
+
+
+def main_memory_problems(args) -> list[str]:
+    """Why a run on a CPU would not fit this machine's memory; nothing for runs on GPUs, whose engines say so themselves."""
+    if args.device != "cpu":
+        return []
+    config = load_config(args)
+    try:
+        return host_report(args, ModelShape.of(*_planned(args, config), config))[1]
+    except AttributeError:  # another kind of model than the estimate knows
+        return []
+
+
+def default_flags(parser) -> dict:
+    """{dotted name: default} of a parser that has our flags."""
+    return {name: value for name, value in vars(parser.parse_args([])).items() if name not in MADE_UP}
+
+
+# Made anew for each run, or shown elsewhere.
+MADE_UP = ("logger.wandb.run_name",)
+ELSEWHERE = ("dry_run", "dry_run_all", "objective.hyperparameters")
+
+
+def _is_shown(name: str, value, defaults: dict | None) -> bool:
+    if name in ELSEWHERE or name.startswith("objective.") and name != "objective.name":
+        return False
+    return defaults is None or (name in defaults and value != defaults[name])
+
+
+def _objective(args) -> list[str]:
+    """Name and effective hyperparameters; a default is marked as one."""
+    name, given = args.objective.name, args.objective.hyperparameters
+    if not name:
+        return [f"OpenRLHF's own loss, --actor.policy_loss_type {args.actor.policy_loss_type}"]
+    known = {key: flag.default for key, flag in objective_hyperparameters(name).items()}
+    return [name, *(f"--objective.{key} {given.get(key, value)}{'' if key in given else '  (default)'}" for key, value in known.items())]
+
+
+def _kernels(args) -> list[str]:
+    scheme = QuantScheme.parse(args.quant.scheme)
+    if args.device == "cpu":
+        how = "BF16 products of the CPU" if cpu_multiplies_bf16() else "float32 products rounded to BF16 once (no AVX512-BF16, no AMX)"
+        return [f"learner and engine: torch, {how}"]
+    chosen = {"auto": "the fastest known for each shape, noted when the run has chosen", "triton": "ours, in Triton", "torch": "torch references"}
+    engine = "vLLM's own for this scheme, noted when the engine has loaded" if scheme.quantized else "vLLM's BF16"
+    return [f"learner: {chosen[args.quant.kernel] if scheme.aligned else 'BF16'}", f"engine: {engine}"]
 
 
 def flatten(args, prefix: str = "") -> list[tuple[str, object]]:

@@ -2,16 +2,29 @@
 
 import argparse
 
-from qarl_openrlhf.objectives import ObjectiveError, list_objectives, objective_hyperparameters
+from qarl_openrlhf.objectives import PRESETS, ObjectiveError, list_objectives, objective_hyperparameters
+from qarl_openrlhf.planning import low_bit
+
+
+OURS = "qarl"  # how the titles of our groups begin
 
 
 def add_flags(parser: argparse.ArgumentParser, own_objective: str | list[str] | None = None) -> None:
-    """Add ``--quant.*``, ``--objective.*``, ``--sync.*``, ``--metrics.dir``, ``--model.*``, ``--device``, ``--preset``,
-    ``--dry_run``.
+    """Add our flags to ``parser``, a group for each subject, in the order in which ``--help`` shows them.
 
     ``own_objective`` (path/to/file.py:function, or several) adds the hyperparameters of a user's objectives, too.
     """
-    group = parser.add_argument_group("qarl: low-bit rollout with an aligned learner")
+    _add_quantization(parser.add_argument_group(f"{OURS}: low-bit rollout with an aligned learner"))
+    _add_objective(
+        parser.add_argument_group(f"{OURS}: policy objective (docs/objectives.md)"),
+        [own_objective] if isinstance(own_objective, str) else own_objective or [],
+    )
+    _add_run(parser.add_argument_group(f"{OURS}: the run"))
+    _add_sync(parser.add_argument_group(f"{OURS}: weight sync (docs/sync.md)"))
+    _add_model(parser.add_argument_group(f"{OURS}: model, sampling, optimizer"))
+
+
+def _add_quantization(group) -> None:
     group.add_argument(
         "--quant.scheme",
         default="bf16",
@@ -36,19 +49,40 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | list[str] | 
     group.add_argument(
         "--quant.allow_fp16", action="store_true", help="let --ds.param_dtype fp16 run with a quantized scheme (gradients underflow)"
     )
+
+
+def _add_run(group) -> None:
+    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda where torch sees a GPU")
+    group.add_argument("--metrics.dir", default=None, metavar="DIR", help="run directory: metrics.jsonl, plots (default: --ckpt.output_dir)")
     group.add_argument(
-        "--rollout.stop", nargs="+", default=None, metavar="TEXT", help="strings that end a response; part of the response"
+        "--ckpt.load_tag",
+        default=None,
+        metavar="TAG",
+        help="with --ckpt.load_enable, the checkpoint to go on from, e.g. global_step20 (default: the newest that is whole)",
     )
     group.add_argument(
-        "--rollout.allow_truncated_sampling",
+        "--dry_run",
         action="store_true",
-        help="let --rollout.top_p < 1 run although sampler and learner then have different distributions",
+        help="print the flags that differ from their defaults, the quantization plan, memory and resources, and whether the run fits; "
+        "start nothing",
     )
+    group.add_argument("--dry_run_all", action="store_true", help="a --dry_run that prints every flag")
+    group.add_argument(
+        "--dry_run_gpu_gb",
+        type=float,
+        default=None,
+        metavar="GIB",
+        help="memory of the card that --dry_run plans for (default: the visible one); works on a machine without a GPU, too",
+    )
+    group.add_argument("--ray.log_to_driver", action="store_true", help="show the log of every Ray worker in this terminal")
+    group.add_argument(
+        "--verbose", action="store_true", help="also show notes and warnings that say only what this machine is: no GPU, no flash-attn"
+    )
+
+
+def _add_sync(group) -> None:
     group.add_argument(
         "--sync.transport", default="auto", choices=["auto", "gloo", "nccl", "ipc"], help="how packed tensors reach the engines: gloo on a CPU, ipc on a shared GPU, nccl between GPUs"
-    )
-    group.add_argument(
-        "--reward.timeout_s", type=float, default=300, help="a reward function or server that takes longer ends the run with an error"
     )
     group.add_argument("--sync.bucket_mb", type=float, default=256, help="size of one flat buffer of the push, MiB")
     group.add_argument("--sync.timeout_s", type=float, default=300, help="a push that takes longer fails, naming the engine")
@@ -62,29 +96,19 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | list[str] | 
     group.add_argument(
         "--sync.probe_tol", type=float, default=0.3, help="largest mean |delta logp| of that text, in nats, that is still the same weights"
     )
-    for role in ("actor", "critic"):
-        group.add_argument(
-            f"--{role}.muon.scale",
-            default="match_rms",
-            choices=["match_rms", "spectral"],
-            help=f"with --{role}.optim muon, the learning rate of a matrix [m, n]: --{role}.muon.lr times 0.2 sqrt(max(m, n)), "
-            "so that AdamW's learning rates fit (the default; the paper does not say), or times sqrt(max(1, m/n))",
-        )
+
+
+def _add_model(group) -> None:
     group.add_argument(
-        "--ckpt.load_tag",
-        default=None,
-        metavar="TAG",
-        help="with --ckpt.load_enable, the checkpoint to go on from, e.g. global_step20 (default: the newest that is whole)",
+        "--rollout.stop", nargs="+", default=None, metavar="TEXT", help="strings that end a response; part of the response"
     )
-    group.add_argument("--metrics.dir", default=None, help="run directory: metrics.jsonl, plots (default: --ckpt.output_dir)")
-    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    group.add_argument("--preset", default=None, metavar="NAME", help="flags of a named recipe, before your own (see docs/objectives.md)")
     group.add_argument(
-        "--preset_length",
-        type=float,
-        default=None,
-        metavar="TOKENS",
-        help="mean response length that a *_short preset makes its bands for (default: --rollout.max_new_tokens, the longest)",
+        "--rollout.allow_truncated_sampling",
+        action="store_true",
+        help="let --rollout.top_p < 1 run although sampler and learner then have different distributions",
+    )
+    group.add_argument(
+        "--reward.timeout_s", type=float, default=300, help="a reward function or server that takes longer ends the run with an error"
     )
     group.add_argument(
         "--model.max_positions",
@@ -96,29 +120,33 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | list[str] | 
     group.add_argument(
         "--model.rope_theta", type=float, default=None, metavar="BASE", help="base of the rotary positions, likewise"
     )
-    group.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="print configuration, resources, per-layer plan and estimated memory, and fail if it does not fit; start nothing",
-    )
-    group.add_argument(
-        "--dry_run_gpu_gb",
-        type=float,
-        default=None,
-        metavar="GIB",
-        help="memory of the card that --dry_run plans for (default: the visible one); works on a machine without a GPU, too",
-    )
-    group.add_argument("--ray.log_to_driver", action="store_true", help="show the log of every Ray worker in this terminal")
-    _add_objective_flags(parser, [own_objective] if isinstance(own_objective, str) else own_objective or [])
+    for role in ("actor", "critic"):
+        group.add_argument(
+            f"--{role}.muon.scale",
+            default="match_rms",
+            choices=["match_rms", "spectral"],
+            help=f"with --{role}.optim muon, the learning rate of a matrix [m, n]: --{role}.muon.lr times 0.2 sqrt(max(m, n)), "
+            "so that AdamW's learning rates fit (the default; the paper does not say), or times sqrt(max(1, m/n))",
+        )
+    low_bit.add_flags(group)
 
 
-def _add_objective_flags(parser: argparse.ArgumentParser, own: list[str]) -> None:
-    group = parser.add_argument_group("qarl: policy objective (docs/objectives.md)")
+def _add_objective(group, own: list[str]) -> None:
     group.add_argument(
         "--objective.name",
         default=None,
         metavar="NAME",
         help=f"one of {', '.join(list_objectives())}, or path/to/file.py:function; default: OpenRLHF's own loss",
+    )
+    group.add_argument(
+        "--preset", default=None, metavar="NAME", help=f"flags of a named recipe, before your own: {', '.join(PRESETS)}"
+    )
+    group.add_argument(
+        "--preset_length",
+        type=float,
+        default=None,
+        metavar="TOKENS",
+        help="mean response length that a *_short preset makes its bands for (default: --rollout.max_new_tokens, the longest)",
     )
     users: dict[str, list] = {}
     for objective in [*list_objectives(), *own]:

@@ -8,7 +8,9 @@ import sys
 import threading
 
 from qarl_openrlhf import config, runtime
+from qarl_openrlhf.cli.dry_run import check_layers, default_flags, describe, flatten, main_memory_problems
 from qarl_openrlhf.cli.flags import add_flags, typed_flags
+from qarl_openrlhf.cli.help_text import arrange
 from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
 from qarl_openrlhf.planning import numbers, placement, positions
@@ -21,12 +23,12 @@ def main(argv: list[str] | None = None) -> None:
     args, notes, resources = resolve(sys.argv[1:] if argv is None else argv)
     for note in notes:
         print(f"note: {note}")
-    if args.dry_run:
+    if args.dry_run or args.dry_run_all:
         dry_run(args, resources)
         return
     _refuse(placement.check_placement, args)
     _refuse(positions.check_positions, args)
-    _end_with(preflight(args))
+    _end_with(preflight(args) + _refuse(main_memory_problems, args))
     for note in _refuse(choose_checkpoint, args):
         print(f"note: {note}")
     _refuse(positions.apply, args)
@@ -38,16 +40,19 @@ def main(argv: list[str] | None = None) -> None:
 
 def dry_run(args, resources) -> None:
     """Print what a run would do; the process ends with status 2 if the run would fail."""
-    from qarl_openrlhf.cli.dry_run import describe
-
-    text, problems = _refuse(describe, args, resources)
+    host = HostCommandLine()
+    add_flags(host.parser)
+    text, problems = _refuse(describe, args, resources, None if args.dry_run_all else default_flags(host.parser))
     print(text)
     files = preflight(args)
     if args.dry_run_gpu_gb:  # a plan for another machine: its files are there, not here
         for problem in files:
             print(f"note: on this machine, {problem}")
         files = []
+    print(flush=True)  # the answer stands apart, also where it goes to stderr
     _end_with(problems + files)
+    where = f"a card of {args.dry_run_gpu_gb:g} GiB" if args.dry_run_gpu_gb else "this machine"
+    print(f"dry run: nothing found that would keep this run from starting on {where}")
 
 
 def _end_with(problems: list[str]) -> None:
@@ -70,27 +75,26 @@ def _refuse(check, *args):
 def resolve(argv: list[str]):
     """Command line -> (nested checked arguments, notes, resource plan); wrong flags end the process with status 2."""
     host = HostCommandLine()
-    if not {"-h", "--help"} & set(argv):
-        host.parser.usage = "%(prog)s [flags]   (--help lists them)"  # 170 flags would bury the error message
+    host.parser.usage = "%(prog)s [flags]   (--help lists them)"  # 200 flags would bury the error message
     argv, preset_notes = _with_preset(argv, host.parser)
     try:
         add_flags(host.parser, own_objective=_own_objective(argv))
     except ObjectiveError as error:
         host.parser.error(str(error))
+    if {"-h", "--help"} & set(argv):
+        arrange(host.parser)
     flat = host.parser.parse_args(argv)
     typed = typed_flags(host.parser, argv)
     try:
         config.require(flat)
         numbers.check_numbers(flat)
         # A dry run that names the card's memory plans for a GPU on any machine.
-        planned = flat.dry_run and flat.dry_run_gpu_gb and flat.device != "cpu"
+        planned = (flat.dry_run or flat.dry_run_all) and flat.dry_run_gpu_gb and flat.device != "cpu"
         device = "cuda" if planned else runtime.resolve_device(flat.device)
         notes = preset_notes + config.prepare(flat, device, typed)
         args = host.resolve(flat)
         config.check(args, device, typed)
         if args.quant.scheme != "bf16":
-            from qarl_openrlhf.cli.dry_run import check_layers
-
             check_layers(args)
     except (config.ConfigError, runtime.ResourceError, QuantError, ObjectiveError) as error:
         host.parser.error(str(error))
@@ -105,7 +109,6 @@ def run(args, resources, environment: dict[str, str]) -> None:
     runtime.start_ray(args.device, resources, environment, log_to_driver=args.ray.log_to_driver)
     from qarl_openrlhf.actors.install import install
     from qarl_openrlhf.actors.policy import quantized_directory
-    from qarl_openrlhf.cli.dry_run import flatten
     from qarl_openrlhf.metrics.progress import follow
     from qarl_openrlhf.metrics.run_directory import open_run_directory
     from qarl_openrlhf.report import write_report

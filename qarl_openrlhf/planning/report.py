@@ -2,6 +2,7 @@
 
 import torch
 
+from qarl_openrlhf.planning.host_memory import host_report
 from qarl_openrlhf.planning.memory import GIB, Estimate, ModelShape, complete, estimate, gib
 
 
@@ -15,10 +16,10 @@ def card_bytes(args) -> int | None:
 
 
 def memory_report(args, shape: ModelShape) -> tuple[str, list[str]]:
-    """(table, problems): bytes a GPU by part and phase; every problem names the part to lower and the flag for it."""
-    card = card_bytes(args)
+    """(table, problems): bytes a GPU by part and phase, or of main memory on a CPU; every problem names the part to lower and the flag for it."""
     if args.device == "cpu":
-        return "estimated for GPUs only: --dry_run_gpu_gb GIB plans for a card of that size", []
+        return host_report(args, shape)
+    card = card_bytes(args)
     estimates = estimate(args, shape)
     problems = complete(estimates, args, shape, card)
     lines = []

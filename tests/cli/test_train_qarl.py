@@ -41,14 +41,6 @@ def refusal(argv, capsys) -> str:
     return capsys.readouterr().err
 
 
-def test_help_shows_openrlhf_and_our_flags_in_one(capsys):
-    with pytest.raises(SystemExit):
-        train_qarl.resolve(["--help"])
-    text = capsys.readouterr().out
-    for flag in ("--actor.adam.lr", "--train.async_enable", "--quant.scheme", "--objective.band_scale", "--sync.verify", "--dry_run"):
-        assert flag in text
-
-
 def test_every_openrlhf_flag_keeps_its_default():
     host = HostCommandLine()
     theirs = vars(host.parser.parse_args([]))

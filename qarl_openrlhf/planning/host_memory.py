@@ -1,0 +1,109 @@
+"""Main memory of a run on a CPU: learner, engines and the rest share one machine, and the kernel kills whoever asks last.
+
+Weights, optimizer state, copies and caches are counted; what a Python process with PyTorch or vLLM takes beside them is measured
+(proportional set sizes at one learner and one engine; tests/planning/test_host_memory.py has the runs).
+"""
+
+import os
+from dataclasses import dataclass
+
+from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
+from qarl_openrlhf.planning.memory import GIB, ModelShape, gib, kv_bytes_per_token, micro_batch_tokens, packed_bytes
+from qarl_openrlhf.quant.scheme import QuantScheme
+
+REST = int(1.6 * GIB)  # driver, controller, Ray's own processes
+PROCESS = int(0.55 * GIB)  # a worker with PyTorch, DeepSpeed and transformers imported
+ENGINE = int(1.1 * GIB)  # an engine's actor and vLLM's EngineCore
+SAMPLED = 256 * 40  # vLLM warms its sampler up with 256 sequences: bytes a word, in float32 logits and what is made of them
+LOGITS = 12  # bytes a token and word: float32 logits, their gradient and the log-softmax
+KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """One part of the machine's memory; ``advice``: the flag that lowers it, empty if none does."""
+
+    name: str
+    bytes: int
+    advice: str = ""
+
+
+def host_parts(args, shape: ModelShape) -> list[HostPart]:
+    """What a run with ``--device cpu`` holds at its fullest moment, the optimizer step, over all its processes."""
+    scheme, stage, p = QuantScheme.parse(args.quant.scheme), args.ds.zero_stage, shape.parameters
+    ranks = args.actor.num_nodes * args.actor.num_gpus_per_node
+    engines = args.vllm.num_engines * args.vllm.tensor_parallel_size
+    copy = 2 if cpu_multiplies_bf16() else 4  # bytes of a weight in the copy that products read
+    whole = 1 if stage == 3 else ranks  # learners that hold all parameters
+    adam = p - shape.matrices if args.actor.optim == "muon" else p
+    states = 4 * p + 4 * (p + adam) + 2 * p + 4 * p  # master weights, moments, gradients in BF16 and, for the step, in float32
+    parts = [
+        HostPart("Ray, driver, controller", REST),
+        HostPart("learner processes", ranks * PROCESS, "a smaller --actor.num_gpus_per_node" if ranks > 1 else ""),
+        HostPart("BF16 parameters", 2 * p * whole, "--ds.zero_stage 3" if whole > 1 else ""),
+        HostPart("optimizer state, gradients", states * (1 if stage else ranks), "" if stage else "--ds.zero_stage 2"),
+    ]
+    cache = packed_bytes(scheme) + (copy if args.quant.cache == "dequant" else 0)
+    if scheme.quantized and args.quant.cache != "none":
+        less = {"dequant": "--quant.cache packed", "packed": "--quant.cache none"}[args.quant.cache]
+        parts.append(HostPart(f"quantization cache ({args.quant.cache})", int(shape.quantized * cache) * ranks, less))
+    tokens = micro_batch_tokens(args) * ranks
+    shorter = "a smaller --train.micro_batch_size or --data.max_len"
+    if args.train.dynamic_batch_enable:
+        shorter = "a smaller --train.max_tokens_per_gpu"
+    layer = 2 * tokens * (10 * shape.hidden + 3 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.mlp)
+    kept = layer * (2 if args.actor.gradient_checkpointing_enable else shape.layers)
+    parts.append(HostPart("activations, logits", kept + LOGITS * tokens * shape.vocabulary, shorter))
+    published = int(shape.quantized * packed_bytes(scheme)) + 2 * (p - shape.quantized)
+    bucket = max(int(args.sync.bucket_mb * 2**20), 2 * shape.largest_other)
+    parts.append(HostPart("push", min(published, 2 * bucket) + engines * min(published, bucket), "a smaller --sync.bucket_mb"))
+    others = [args.algo.kl.init_coef > 0, bool(args.critic.model_name_or_path), not args.reward.remote_url]
+    if any(others):
+        parts.append(HostPart("reference, critic, reward model (of the policy's size)", sum(others) * (PROCESS + 2 * p)))
+    fewer = "a smaller --vllm.num_engines" if args.vllm.num_engines > 1 else ""
+    weights = published + int(shape.quantized * copy) * (scheme.quantized or copy == 4)
+    parts += [
+        HostPart("engine processes", engines * (ENGINE + SAMPLED * shape.vocabulary), fewer),
+        HostPart("engine weights", args.vllm.num_engines * weights, fewer),
+        HostPart("KV cache", engines * kv_cache_bytes(), f"the environment variable {KV_VARIABLE}, in GiB"),
+    ]
+    return parts
+
+
+def kv_cache_bytes() -> int:
+    """Of one engine rank: what the environment variable says, else 1 GiB (``runtime.CPU_ENVIRONMENT``)."""
+    return int(float(os.environ.get(KV_VARIABLE, 1)) * GIB)
+
+
+def machine_bytes() -> int:
+    """Memory of this machine, or of the container this process is in."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue
+    return total
+
+
+def host_report(args, shape: ModelShape, machine: int | None = None) -> tuple[str, list[str]]:
+    """(table, problems): GiB by part, and whether a machine of so many bytes (default: this one) holds them."""
+    machine = machine_bytes() if machine is None else machine
+    parts = host_parts(args, shape)
+    total = sum(part.bytes for part in parts)
+    width = max(len(part.name) for part in parts)
+    lines = [f"{part.name:<{width}}  {part.bytes / GIB:6.2f} GiB" for part in parts]
+    lines.append(f"{'total':<{width}}  {total / GIB:6.2f} GiB of the machine's {gib(machine)}")
+    responses = kv_cache_bytes() // (kv_bytes_per_token(shape, args.vllm.tensor_parallel_size) * args.data.max_len)
+    lines.append(f"KV cache: {responses} responses of {args.data.max_len:,} tokens at a time")
+    problems = []
+    if total > machine:
+        largest = max((part for part in parts if part.advice), key=lambda part: part.bytes)
+        problems.append(
+            f"this run needs about {gib(total)} of main memory, and this machine has {gib(machine)}: lower {largest.name} "
+            f"({gib(largest.bytes)}) with {largest.advice}, or take a smaller model"
+        )
+    if responses < 1:
+        problems.append(f"no KV cache for one response of --data.max_len {args.data.max_len}: raise {KV_VARIABLE} (GiB), or lower --data.max_len")
+    return "\n".join(lines), problems
