@@ -7,6 +7,7 @@ them by reference, so that the worker imports this package, which applies the pa
 from openrlhf.trainer.ray import launcher, ppo_critic
 
 from qarl_openrlhf.checkpoint.state import set_random_state
+from qarl_openrlhf.patches.rotary import restore_frequencies
 
 
 def plain_class(actor_class) -> type:
@@ -18,7 +19,19 @@ def plain_class(actor_class) -> type:
 
 
 class ReferenceModelActor(plain_class(launcher.ReferenceModelActor)):
-    pass
+    def init_model_from_pretrained(self, strategy, pretrain):
+        """With ``--ref.load_in_4bit`` an NF4 model outside of DeepSpeed, whole on every rank: ZeRO-3 would cut its codes apart, and
+        OpenRLHF's own flag for it would also load the policy and the critic in NF4."""
+        args = strategy.args
+        if not args.ref.load_in_4bit:
+            super().init_model_from_pretrained(strategy, pretrain)
+            return
+        self._setup_distributed(strategy)
+        self.model = launcher.Actor(
+            pretrain, attn_implementation=args.ds.attn_implementation, load_in_4bit=True, packing_samples=args.ds.packing_samples,
+            temperature=args.rollout.temperature,
+        ).eval()  # fmt: skip
+        restore_frequencies(self.model)
 
 
 class RewardModelActor(plain_class(launcher.RewardModelActor)):

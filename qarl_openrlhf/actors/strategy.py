@@ -13,7 +13,7 @@ from qarl_openrlhf.actors.quant_actor import QuantActor
 from qarl_openrlhf.checkpoint.state import random_state, rank_file
 from qarl_openrlhf.checkpoint.write import rotate, write_checkpoint
 from qarl_openrlhf.kernels import dispatch
-from qarl_openrlhf.optim import muon
+from qarl_openrlhf.optim import adam8bit, muon
 from qarl_openrlhf.patches.rotary import restore_frequencies
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -38,6 +38,9 @@ class QarlStrategy(DeepspeedStrategy):
             with muon.in_place_of_deepspeeds(cfg["muon"], cfg["adam"]):
                 # As "adam": OpenRLHF's Muon branch only sets DeepSpeed's own up, and warns of its faults.
                 trained, optimizer, scheduler = super()._ds_init_train_model(model, {**cfg, "optim": "adam"})
+        elif cfg["adam"].get("state_bits") == 8:
+            with adam8bit.in_place_of_deepspeeds(cfg["adam"]):
+                trained, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
         else:
             trained, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
         restore_frequencies(trained)

@@ -19,6 +19,8 @@ LIVE = 1_000_000_000  # ZeRO-3 gathers at most this many parameters at a time, a
 # A token's logits, times the vocabulary: float32 logits kept for the backward, the accumulated gradient, and the gradient of the
 # chunk (or of the gather) being added to it.
 LOGITS = 12
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: codes, and scales of 64 in 8 bits with float32 scales of 256 of their own
+MOMENT_BYTES = 2 * (1 + 4 / 256)  # a weight's two 8-bit moments, and float32 scales of 256
 USABLE = 0.97  # of a card's memory: the driver's share, and what the allocator cannot give out in one piece
 
 
@@ -166,11 +168,14 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     fewer = "" if offload else "--ds.adam_offload (host memory), or more GPUs" + ("" if stage else " with --ds.zero_stage 2")
     zero3 = "" if stage == 3 or copies == 1 else "--ds.zero_stage 3"
     adam = p - shape.matrices if args.actor.optim == "muon" else p
-    moments = 4 * (p + adam) / (copies if stage >= 1 else 1)  # Muon: one momentum a matrix weight; AdamW: two
+    eight = args.actor.optim == "adam" and args.actor.adam.state_bits == 8
+    moments = MOMENT_BYTES * p if eight else 4 * (p + adam)  # Muon: one momentum a matrix weight; AdamW: two
+    moments /= copies if stage >= 1 else 1
     parts = [
         Part("BF16 parameters", int(2 * (p / copies if stage == 3 else p)), tuple(phases), zero3),
         Part("master weights (FP32)", 0 if offload else int(4 * share), states, fewer),
-        Part("optimizer state", 0 if offload else int(moments), states, fewer),
+        # sleep moves DeepSpeed's own names of states away from the card, not bitsandbytes'
+        Part(f"optimizer state{' (8 bits)' if eight else ''}", 0 if offload else int(moments), tuple(phases) if eight else states, fewer),
         Part("gradients in FP32 for the step", 0 if offload else int(4 * step_share), (step,), fewer),
     ]
     parts += _gradients(p, copies, stage, offload, args.ds.overlap_comm, phases, states, zero3 or fewer)
@@ -188,7 +193,9 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     tokens = micro_batch_tokens(args)
     parts += _activations(args, shape, tokens, backward)
     if args.algo.kl.init_coef > 0 and not args.ref.offload:
-        parts.append(Part("reference model", int(2 * (p / copies if stage == 3 else p)), tuple(phases), "--ref.offload"))
+        nf4 = args.ref.load_in_4bit  # whole on every GPU; embeddings, lm_head and norms stay BF16
+        size = NF4 * shape.matrices + 2 * (p - shape.matrices) if nf4 else 2 * (p / copies if stage == 3 else p)
+        parts.append(Part(f"reference model{' (NF4)' if nf4 else ''}", int(size), tuple(phases), "" if nf4 else "--ref.load_in_4bit or --ref.offload"))
     largest = max(int(shape.largest * packed_bytes(scheme)), 2 * shape.largest_other)
     buffers = 2 * max(int(args.sync.bucket_mb * 2**20), largest)
     parts.append(Part("sync buffers (rank 0)", buffers, tuple(phases)))
