@@ -150,6 +150,20 @@ def test_pass_at_k_of_a_run(tmp_path, made):
     assert "| math500 | livecodebench pass@4 | average |" in evaluate.table.markdown(evaluate.table.read_runs([str(tmp_path)]))
 
 
+@pytest.mark.slow
+def test_a_whole_evaluation(tmp_path, made):
+    """With vLLM; a random model writes no program, and its samples are kept all the same."""
+    model, out = save_tiny_model(tmp_path / "model", "qwen3", hidden=128), tmp_path / "out"
+    command = [sys.executable, "-m", "qarl_openrlhf.cli.evaluate", model, "--tasks", f"livecodebench={made}", "--out", str(out)]
+    done = subprocess.run([*command, "--max_tokens", "32", "--workers", "1"], capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| run | livecodebench pass@4 | average |" in done.stdout
+    scores = json.loads((out / "summary.json").read_text())["tasks"]["livecodebench"]
+    assert (scores["items"], scores["k"], scores["headline"]) == (2, 4, "pass")
+    records = [json.loads(line) for line in (out / "livecodebench.jsonl").read_text().splitlines()]
+    assert [sample["verdict"] for record in records for sample in record["samples"]] == ["no answer"] * 8
+
+
 # ---- the walls. Each program would print "out" if it got through.
 ATTACKS = {
     "a TCP connection": "import socket; socket.create_connection(('127.0.0.1', PORT)); print('out')",
