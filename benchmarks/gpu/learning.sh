@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Issue 7 A on one GPU: arms x seeds of a small Qwen3 on sums that it writes out step by step, learner and engine colocated.
+#   bash benchmarks/gpu/learning.sh [GROUP ...]
+#   main        BF16, quantized rollout only and QaRL W4A16, each with TBPO and with GRPO+TIS; seeds 0, 1, 2
+#   objectives  QaRL W4A16 with the other six objectives; seed 0
+#   schemes     fp8, w8a8 and w4a8 with TBPO; seed 0
+# Stopped or out of time, the same command goes on from the last checkpoints. Tables and pictures: runs/learning/summary.md
+# env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on the GPU)
+#      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=5e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
+#      QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
+#      QARL_LEARNING_FLAGS="--actor.optim adam" (more flags, every run)  QARL_LEARNING_DEVICE=cuda (cpu: to try the commands)
+set -uo pipefail
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
+known "main objectives schemes" "$@"
+[ $# -gt 0 ] || set -- main objectives schemes
+seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL_LEARNING_STEPS:-60}
+terms=${QARL_LEARNING_TERMS:-16} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
+lr=${QARL_LEARNING_LR:-5e-5} band=${QARL_LEARNING_BAND:-16} runs=${QARL_LEARNING_DIR:-$root/runs/learning}
+[[ $runs == /* ]] || runs=$PWD/$runs
+for name in SECONDS JOBS STEPS TERMS; do
+    variable=QARL_LEARNING_$name lower=${name,,}
+    need "$variable" "${!lower}" "$count" "a whole number, 1 or more"
+done
+need QARL_LEARNING_SEEDS "$seeds" "[0-9]+(,[0-9]+)*" "whole numbers with commas between them, e.g. 0,1"
+need QARL_LEARNING_DEVICE "$device" "cuda|cpu" "cuda or cpu"
+read -r -a more <<<"${QARL_LEARNING_FLAGS:-}"
+cd "$root"
+
+policy=$root/runs/inputs/sums-$terms
+policy_command=("$python" -m qarl_openrlhf.data.small_qwen3 "$policy" --device "$device" --style steps
+    --config "min_terms=$terms" "max_terms=$terms" min_digits=2 max_digits=2 --prompts 4096 --heldout 256
+    --layers 8 --hidden 512 --intermediate 1536 --lr 5e-4 --steps 6000 --check_every 250 --stop_at 0.4)
+length=$((12 * terms + 64))
+placement=()
+if [ "$device" = cuda ]; then
+    # Memory is shared by all runs; each engine's share is of the whole card.
+    placement=(--train.colocate_all --vllm.gpu_memory_utilization "$(awk "BEGIN { print 0.6 / $jobs }")" --ds.packing_samples
+        --train.dynamic_batch_enable --train.max_tokens_per_gpu 16384 --rollout.max_tokens_per_gpu 16384)
+fi
+# 32 prompts x 16 responses a step, eight updates of 64 responses, as many updates a rollout as in the paper.
+shared=(--device "$device" ${placement[@]+"${placement[@]}"} --objective.band_scale "$band"
+    --actor.model_name_or_path "$policy/model" --reward.remote_url "$root/qarl_openrlhf/rewards/reasoning_gym.py"
+    --data.prompt_dataset "$policy/prompts.jsonl" --data.input_key input --data.label_key label --data.max_samples $((steps * 32))
+    --data.max_len $((2 * length)) --rollout.max_new_tokens "$length"
+    --rollout.batch_size 32 --rollout.n_samples_per_prompt 16 --rollout.micro_batch_size 64
+    --train.batch_size 64 --train.micro_batch_size 64 --algo.advantage.estimator group_norm
+    --eval.dataset "$policy/heldout.jsonl" --eval.steps 10 --eval.n_samples_per_prompt 2 --eval.temperature 1.0
+    --actor.adam.lr "$lr" --actor.lr_scheduler constant --actor.lr_warmup_ratio 0 --ds.zero_stage 2
+    --actor.num_nodes 1 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1
+    --ckpt.save_steps 10 --ckpt.max_num 1 ${more[@]+"${more[@]}"})
+
+# One line a job: seed, schemes, arms. Main first, seed by seed, so that a first whole comparison is there early.
+plan() {
+    local group seed
+    for group in "$@"; do
+        case $group in
+            main)
+                for seed in ${seeds//,/ }; do
+                    for scheme in bf16 w4a16:rollout w4a16; do echo "$seed $scheme tbpo,grpo_tis"; done
+                done
+                ;;
+            objectives)
+                echo "0 w4a16 gspo,mis_gspo"
+                echo "0 w4a16 dual_clip,sapo"
+                echo "0 w4a16 positive_grpo,onpolicy_grpo"
+                ;;
+            schemes) for scheme in fp8 w8a8 w4a8; do echo "0 $scheme tbpo"; done ;;
+        esac
+    done
+}
+
+deadline=$(($(date +%s) + seconds))
+piece "the policy" "$seconds" "${policy_command[@]}"
+[ ${#failed[@]} -eq 0 ] || finish
+# Each job has a directory of its own: two ablations do not share one.
+job='read -r seed scheme arms <<<"$1"; name=seed$seed-${scheme//:/-}-${arms%%,*}; shift
+    left=$((DEADLINE - $(date +%s)))
+    if [ "$left" -lt 60 ]; then echo "no time left for $name"; exit 1; fi
+    exec timeout -k 20 "$left" "$@" --arms "$arms" --schemes "$scheme" --seeds "$seed" --out "$RUNS/$name"'
+command=("$python" -m qarl_openrlhf.cli.ablate_objectives "${shared[@]}")
+if [ -n "${QARL_DRY_RUN:-}" ]; then
+    plan "$@" | while read -r seed scheme arms; do
+        piece "seed $seed $scheme $arms" "$seconds" "${command[@]}" --arms "$arms" --schemes "$scheme" --seeds "$seed" --out "$runs/..."
+    done
+    exit
+fi
+plan "$@" | DEADLINE=$deadline RUNS=$runs xargs -P "$jobs" -d '\n' -I LINE bash -c "$job" learning LINE "${command[@]}" || failed+=(runs)
+"$python" -m qarl_openrlhf.cli.report "$runs" --out "$runs" || failed+=(report)
+finish
