@@ -122,20 +122,27 @@ def start_ray(
     """
     import ray
 
+    from qarl_openrlhf.preflight.ports import require_ray_head
+    from qarl_openrlhf.preflight.shared_memory import object_store
+
     common = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     if not ray.is_initialized():
         if os.environ.get("RAY_ADDRESS"):
+            require_ray_head(os.environ["RAY_ADDRESS"])
             ray.init(address="auto", runtime_env={"env_vars": environment}, **common)
         else:
             # Workers of a head started here inherit this process' environment. One Python process a logical CPU, started
             # in advance and for nothing, would take the cores away from the actors.
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+            # Experience batches are small.
+            store, directory = object_store(smallest=80 * 2**20, largest=2 * 2**30, on_disk=_ray_directory())
             logical = {"num_gpus": plan.gpus, "num_cpus": plan.gpus + 8} if device == "cpu" else {}
             ray.init(
                 address="local",
                 include_dashboard=False,
                 **common,
-                object_store_memory=_object_store_bytes(),
+                object_store_memory=store,
+                _plasma_directory=directory,
                 _temp_dir=_ray_directory(),
                 **logical,
             )
@@ -167,13 +174,6 @@ def _wait_for_room(device: str, plan: ResourcePlan, timeout_s: float) -> None:
 def _ray_directory() -> str:
     """Ray's sockets live below it and a socket path has at most 107 characters: a short directory of this user's."""
     return os.path.join(tempfile.gettempdir(), f"qarl-ray-{os.getuid()}")
-
-
-def _object_store_bytes() -> int:
-    """Experience batches are small; /dev/shm of a container often is, too (64 MB), and Ray refuses to exceed it."""
-    free = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    limit = int(free.f_bavail * free.f_frsize * 0.5) if free else 0
-    return max(80 * 2**20, min(limit, 2 * 2**30))
 
 
 def release_placement_groups() -> None:

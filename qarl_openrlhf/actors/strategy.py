@@ -15,6 +15,7 @@ from qarl_openrlhf.checkpoint.write import rotate, write_checkpoint
 from qarl_openrlhf.kernels import dispatch
 from qarl_openrlhf.optim import adam8bit, muon
 from qarl_openrlhf.patches.rotary import restore_frequencies
+from qarl_openrlhf.preflight.ports import named
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 
@@ -27,6 +28,13 @@ class QarlStrategy(DeepspeedStrategy):
 
     rank_state: dict = {}  # what this process wants in its next checkpoint besides its random state
     loaded_state: dict | None = None  # what it had saved in the checkpoint that was loaded
+
+    def setup_distributed(self, *args, **kwargs) -> None:
+        """OpenRLHF's; PortError naming the holder if the port that was free when it was chosen has been taken since."""
+        try:
+            super().setup_distributed(*args, **kwargs)
+        except RuntimeError as error:
+            raise (named(error) or error) from None
 
     def _ds_init_train_model(self, model, cfg: dict):
         if isinstance(model, Actor):
@@ -109,6 +117,23 @@ class QarlStrategy(DeepspeedStrategy):
         if cache is not None:
             cache.invalidate()
         return loaded
+
+    def save_model(self, model, tokenizer, output_dir, **kwargs) -> None:
+        """OpenRLHF's, with tied weights once, as the base model has them: it clones every tensor, and transformers then takes
+        an embedding and its lm_head for two."""
+        network = self._unwrap_model(model)
+        save, tied = network.save_pretrained, getattr(network, "all_tied_weights_keys", None) or {}
+
+        def save_once(directory, *, state_dict=None, **options):
+            if state_dict is not None:
+                state_dict = {name: tensor for name, tensor in state_dict.items() if tied.get(name) not in state_dict}
+            return save(directory, state_dict=state_dict, **options)
+
+        network.save_pretrained = save_once
+        try:
+            super().save_model(model, tokenizer, output_dir, **kwargs)
+        finally:
+            del network.save_pretrained
 
     def moving_average(self, model, model_ema, beta=0.992, device="cpu") -> None:
         device = device if torch.cuda.is_available() else "cpu"  # the trainer passes "cuda", whatever the machine has

@@ -12,6 +12,7 @@ from qarl_openrlhf.cli.dry_run import check_layers, default_flags, describe, fla
 from qarl_openrlhf.cli.flags import add_flags, typed_flags
 from qarl_openrlhf.cli.help_text import arrange
 from qarl_openrlhf.cli.host import HostCommandLine
+from qarl_openrlhf.metrics.startup import Startup
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
 from qarl_openrlhf.planning import numbers, placement, positions
 from qarl_openrlhf.preflight import preflight
@@ -106,7 +107,12 @@ def run(args, resources, environment: dict[str, str]) -> None:
     from qarl_openrlhf import patches
 
     patches.apply()
-    runtime.start_ray(args.device, resources, environment, log_to_driver=args.ray.log_to_driver)
+    startup = Startup()
+    try:
+        with startup.waiting("Ray", "Ray is up"):
+            runtime.start_ray(args.device, resources, environment, log_to_driver=args.ray.log_to_driver)
+    except runtime.ResourceError as error:
+        _end_with([str(error)])
     from qarl_openrlhf.actors.install import install
     from qarl_openrlhf.actors.policy import quantized_directory
     from qarl_openrlhf.metrics.progress import follow
@@ -115,7 +121,7 @@ def run(args, resources, environment: dict[str, str]) -> None:
 
     if earlier := open_run_directory(args.metrics.dir, dict(flatten(args)), resume=args.ckpt.load_enable):
         print(f"note: {args.metrics.dir} had a run, which is now {earlier}")
-    train = install(args)
+    train = install(args, startup)
     stop = threading.Event()
     watcher = threading.Thread(target=follow, args=(args.metrics.dir, stop), daemon=True)
     watcher.start()

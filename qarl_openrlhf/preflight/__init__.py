@@ -1,7 +1,7 @@
 """Before Ray starts: are the files of a run there and usable? Seconds here, instead of minutes and a worker's traceback later."""
 
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.preflight import directories, model_files, prompts, python_files
+from qarl_openrlhf.preflight import directories, model_files, prompts, python_files, shared_memory
 
 CHECKS = (
     prompts.check_prompts,
@@ -9,6 +9,7 @@ CHECKS = (
     python_files.check_agent,
     model_files.check_model,
     directories.check_directories,
+    shared_memory.check_shared_memory,
 )
 
 
