@@ -4,41 +4,76 @@ import ray
 from openrlhf.cli import train_ppo_ray
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import vllm_engine
+from openrlhf.trainer.ray.launcher import RayActorGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from qarl_openrlhf.actors import model_workers, policy, trainer
 from qarl_openrlhf.actors.strategy import make_strategy
 from qarl_openrlhf.engine.actor import QarlRolloutActor
+from qarl_openrlhf.metrics.startup import Startup
 from qarl_openrlhf.runtime import placement_group
 
 
-def install(args):
-    """Returns OpenRLHF's ``train`` function, which now builds our classes (this process only)."""
+def install(args, startup: Startup | None = None):
+    """Returns OpenRLHF's ``train`` function, which now builds our classes (this process only). ``startup`` hears what it waits for."""
+    startup = startup or Startup(show=lambda line, flush: None)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # The controller writes the run directory, which the driver reads: same node.
     ppo_trainer.PPOTrainer = ray.remote(trainer.QarlPPOTrainer).options(scheduling_strategy=here)
     ppo_trainer_async.PPOTrainerAsync = ray.remote(trainer.QarlPPOTrainerAsync).options(scheduling_strategy=here)
-    vllm_engine.RolloutRayActor = _EngineFactory(ray.remote(QarlRolloutActor), args)
+    vllm_engine.RolloutRayActor = _EngineFactory(ray.remote(QarlRolloutActor), args, startup)
     on_gpu = ray.remote(num_gpus=1)
     train_ppo_ray.PolicyModelActor = on_gpu(policy.QarlPolicyActor)
     train_ppo_ray.ReferenceModelActor = on_gpu(model_workers.ReferenceModelActor)
     train_ppo_ray.RewardModelActor = on_gpu(model_workers.RewardModelActor)
     train_ppo_ray.CriticModelActor = on_gpu(model_workers.CriticModelActor)
+    _Group.startup, train_ppo_ray.RayActorGroup = startup, _Group
+    _Group.actor_classes = {
+        "learner": train_ppo_ray.PolicyModelActor,
+        "reference": train_ppo_ray.ReferenceModelActor,
+        "reward model": train_ppo_ray.RewardModelActor,
+        "critic": train_ppo_ray.CriticModelActor,
+    }
     train_ppo_ray.get_strategy = make_strategy
     train_ppo_ray.placement_group = placement_group
     return train_ppo_ray.train
 
 
+class _Group(RayActorGroup):
+    """Says when all actors of a group have loaded their model."""
+
+    # Of the class: a group travels to the controller, which needs neither.
+    startup: Startup
+    actor_classes: dict
+
+    def __init__(self, num_nodes, num_gpus_per_node, ray_actor_type, *args, **kwargs):
+        self.role = next(role for role, actor_class in self.actor_classes.items() if actor_class is ray_actor_type)
+        super().__init__(num_nodes, num_gpus_per_node, ray_actor_type, *args, **kwargs)
+
+    def async_init_model_from_pretrained(self, *args, **kwargs):
+        refs = super().async_init_model_from_pretrained(*args, **kwargs)
+        self.startup.watch(f"{self.role} loads its model", f"{self.role} ready", refs)
+        return refs
+
+
 class _EngineFactory:
     """``RolloutRayActor.options(...).remote(...)`` with the scheme and device of this run added."""
 
-    def __init__(self, actor_class, args, options: dict | None = None):
-        self.actor_class, self.args, self.ray_options = actor_class, args, options or {}
+    def __init__(self, actor_class, args, startup: Startup, options: dict | None = None, made: list | None = None):
+        self.actor_class, self.args, self.startup, self.ray_options = actor_class, args, startup, options or {}
+        self.made = [] if made is None else made
 
     def options(self, **ray_options) -> "_EngineFactory":
-        return _EngineFactory(self.actor_class, self.args, ray_options)
+        return _EngineFactory(self.actor_class, self.args, self.startup, ray_options, self.made)
 
     def remote(self, **kwargs):
+        engine = self._remote(**kwargs)
+        name = f"engine {len(self.made)}"
+        self.made.append(name)
+        self.startup.watch(f"{name} starts vLLM", f"{name} ready", [engine.weights_state.remote()])
+        return engine
+
+    def _remote(self, **kwargs):
         # Every prompt of a rollout is a call that waits in the engine; Ray's 1000 would keep later calls out, an update's too.
         return self.actor_class.options(max_concurrency=1_000_000, **self.ray_options).remote(
             qarl_scheme=self.args.quant.scheme,

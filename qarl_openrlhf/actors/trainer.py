@@ -47,7 +47,7 @@ class ReportingTrainer:
         super().__init__(pretrain, strategy, *args, **kwargs)
         self.metrics_writer = MetricsWriter(self.args.metrics.dir)
         self.sync_metrics: dict = {}
-        self.started = False
+        self.started = self.published = False
 
     def note_engine_kernels(self) -> None:
         """Say once which kernels the engines run, where vLLM chose them."""
@@ -57,6 +57,10 @@ class ReportingTrainer:
     def broadcast_to_vllm(self) -> None:
         super().broadcast_to_vllm()  # OpenRLHF drops what the actors return
         self.sync_metrics = ray.get(self.actor_model_group.async_run_method(method_name="publish_metrics"))[0]
+        if not self.published:
+            self.published = True
+            sent, seconds = self.sync_metrics["sync/bytes"], self.sync_metrics["timing/publish"]
+            self.metrics_writer.note(f"start: first publish, {sent / 1e6:.1f} MB to each engine and verified, {seconds:.1f} s; first rollout ...")
 
     def train_step(self, rollout_samples, global_step: int):
         started = time.perf_counter()
