@@ -1,20 +1,22 @@
-"""/dev/shm: one that is too small kills an engine with a bus error in the middle of a step, which says nothing.
+"""/dev/shm: where it is too small, an engine of several ranks does not start, and only a worker's log says why.
 
-Measured on a CPU with vLLM 0.29 (bytes that were touched; its ring buffers are sparse files of up to 252 MB): an engine of one
-rank 12 KB, one of two ranks 8.6 MB, of which 4,194,560 a rank are vLLM's shared-memory collectives. Ray's object store is not
-counted: where there is no room for it, it lies on disk. NCCL's part is doctor's to check.
+vLLM makes ring buffers between an engine and its ranks, sparse files of up to 252 MB, and refuses to if that is not free; on a CPU
+each rank also fills 4 MB a thread for its collectives. An engine of one rank takes 12 KB (measured, vLLM 0.29). Ray's
+object store is not counted: where there is no room for it, it lies on disk. NCCL's part is doctor's to check.
 """
 
 import os
 from pathlib import Path
 
 from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.runtime import available_cpus
 
 MIB = 2**20
 DIRECTORY = "/dev/shm"
 BASE = 1 * MIB  # semaphores of every process
-A_RANK = 5 * MIB  # of an engine with several
-MESSAGES = 10 * MIB  # between an engine and its ranks; they grow with the batch
+RING = 252_000_000  # of an engine of several ranks; must be free, though little of it is ever touched
+A_THREAD = 4_194_560  # of each rank of such an engine on a CPU
+TOUCHED = 1 * MIB  # of its ring buffers
 
 
 def present(directory: str = DIRECTORY) -> int:
@@ -25,9 +27,9 @@ def present(directory: str = DIRECTORY) -> int:
     return free.f_bavail * free.f_frsize
 
 
-def needed(engines: int, ranks: int) -> int:
-    """Bytes that a run with so many engines of so many ranks takes, all on one host."""
-    return BASE + (engines * (MESSAGES + ranks * A_RANK) if ranks > 1 else 0)
+def needed(engines: int, ranks: int, threads: int = 0) -> int:
+    """Bytes that so many engines of so many ranks need, all on one host. threads: of each rank on a CPU; 0 on GPUs."""
+    return BASE if ranks == 1 else BASE + RING + engines * (TOUCHED + ranks * threads * A_THREAD)
 
 
 def check_shared_memory(args, directory: str = DIRECTORY) -> None:
@@ -35,7 +37,8 @@ def check_shared_memory(args, directory: str = DIRECTORY) -> None:
     if os.environ.get("RAY_ADDRESS"):
         return
     engines, ranks = args.vllm.num_engines, args.vllm.tensor_parallel_size
-    need, free = needed(engines, ranks), present(directory)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or available_cpus()) if args.device == "cpu" else 0
+    need, free = needed(engines, ranks, threads), present(directory)
     if free >= need:
         return
     fewer = ", or use fewer --vllm.num_engines or --vllm.tensor_parallel_size 1" if ranks > 1 else ""

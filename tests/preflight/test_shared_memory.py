@@ -33,34 +33,35 @@ def namespaces():
 def python(size: str, code: str) -> subprocess.CompletedProcess:
     path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    return small_shm(size, sys.executable, "-c", code, env=environment | {"PYTHONPATH": path}, timeout=120)
+    return small_shm(size, sys.executable, "-c", code, env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "3"}, timeout=120)
 
 
 CHECK = """
 from types import SimpleNamespace as N
 from qarl_openrlhf.preflight.shared_memory import *
-check_shared_memory(N(vllm=N(num_engines=2, tensor_parallel_size={ranks})))
+check_shared_memory(N(device="cpu", vllm=N(num_engines=2, tensor_parallel_size={ranks})))
 print("passed", present())
 """
 
 
 def test_too_small_for_the_engines():
-    done = python("32m", CHECK.format(ranks=2))
-    assert done.returncode and "ConfigError: /dev/shm has 33,554,432 bytes free, and this run needs 42,991,616" in done.stderr
+    done = python("64m", CHECK.format(ranks=2))  # a container's default
+    message = f"ConfigError: /dev/shm has {64 * MIB:,} bytes free, and this run needs {needed(2, 2, threads=3):,} (2 engines of 2 ranks)"
+    assert done.returncode and message in done.stderr
     assert "--shm-size 1g" in done.stderr and "remount,size=1G /dev/shm" in done.stderr and "--vllm.num_engines" in done.stderr
-    assert python("64m", CHECK.format(ranks=2)).stdout.split() == ["passed", str(64 * MIB)]  # a container's default
+    assert python("320m", CHECK.format(ranks=2)).stdout.split() == ["passed", str(320 * MIB)]
     assert python("4m", CHECK.format(ranks=1)).returncode == 0
 
 
 def test_what_lies_there_counts():
-    code = "open('/dev/shm/left', 'wb').write(bytes(16 << 20))\n" + CHECK.format(ranks=2)
-    done = python("48m", code)
-    assert done.returncode and "has 33,554,432 bytes free" in done.stderr
+    code = "open('/dev/shm/left', 'wb').write(bytes(64 << 20))\n" + CHECK.format(ranks=2)
+    done = python("320m", code)
+    assert done.returncode and f"has {256 * MIB:,} bytes free" in done.stderr
 
 
 def test_a_missing_directory_has_no_room(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    args = N(vllm=N(num_engines=1, tensor_parallel_size=1))
+    args = N(device="cpu", vllm=N(num_engines=1, tensor_parallel_size=1))
     with pytest.raises(ConfigError, match=f"gone has 0 bytes free, and this run needs {needed(1, 1):,}"):
         check_shared_memory(args, str(tmp_path / "gone"))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
