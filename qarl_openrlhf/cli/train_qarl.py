@@ -15,7 +15,7 @@ from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.metrics.startup import Startup
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
 from qarl_openrlhf.planning import numbers, placement, positions
-from qarl_openrlhf.preflight import preflight
+from qarl_openrlhf.preflight import hub, preflight
 from qarl_openrlhf.preflight.resume import choose_checkpoint
 from qarl_openrlhf.quant.errors import QuantError
 
@@ -92,7 +92,7 @@ def resolve(argv: list[str]):
         # A dry run that names the card's memory plans for a GPU on any machine.
         planned = (flat.dry_run or flat.dry_run_all) and flat.dry_run_gpu_gb and flat.device != "cpu"
         device = "cuda" if planned else runtime.resolve_device(flat.device)
-        notes = preset_notes + config.prepare(flat, device, typed)
+        notes = preset_notes + hub.settle(flat) + config.prepare(flat, device, typed)
         args = host.resolve(flat)
         config.check(args, device, typed)
         if args.quant.scheme != "bf16":
