@@ -77,7 +77,8 @@ def main(models: list[str]) -> None:
         for stage in (1, 2, 3):
             args = arguments(model, 8, 80, "--ds.zero_stage", str(stage))
             names = ("BF16 parameters", "master weights (FP32)", "optimizer state", "gradients")
-            cells.append(f"{sum(p.bytes for one in estimate(args, shape) for p in one.parts if p.name in names) / GIB:.1f}")
+            states = [p.bytes for one in estimate(args, shape) for p in one.parts if p.name in names or p.name.startswith("gradients of")]
+            cells.append(f"{sum(states) / GIB:.1f}")
         print(f"| {Path(model).name} | " + " | ".join(cells) + " |")
 
 
