@@ -109,6 +109,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
         raise ConfigError("--sync.probe_every must be at least 1")
     args.sync.transport = choose_transport(args, device)
     _check_schedulers(args)
+    _check_logprob_chunk(args)
     _check_muon(args, typed)
     check_low_bit(args)
     if args.quant.cache == "auto":
@@ -162,6 +163,14 @@ def _check_objective(args, typed: set[str]) -> None:
                 f"--objective.name {args.objective.name} makes one optimizer step a rollout, these flags make {updates:g}: set --train.batch_size "
                 f"{args.rollout.batch_size * args.rollout.n_samples_per_prompt} and --train.max_epochs 1"
             )
+
+
+def _check_logprob_chunk(args) -> None:
+    if not args.actor.logprob_chunk:
+        return
+    for flag, on in (("use_liger_kernel", args.ds.use_liger_kernel), ("tensor_parallel_size > 1", args.ds.tensor_parallel_size > 1)):
+        if on:
+            raise ConfigError(f"--actor.logprob_chunk with --ds.{flag}: lm_head is not a plain product there; use --actor.logprob_chunk 0")
 
 
 def _check_schedulers(args) -> None:

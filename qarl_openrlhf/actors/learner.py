@@ -43,6 +43,7 @@ class QarlActorTrainer(ActorPPOTrainer):
             self.actor_loss_fn = ObjectiveLoss(build_objective(self.args.objective.name, **self.args.objective.hyperparameters))
         else:
             self.actor_loss_fn = ObservedLoss(self.actor_loss_fn)
+        self.actor.logprob_chunk = self.args.actor.logprob_chunk
         self.diagnostics = Diagnostics(self.device, self.tokenizer)
         self.start_policy = StartPolicy.load(self.args.metrics.dir) if self.args.ckpt.load_enable else None
         self.start_policy_saved = self.start_policy is not None

@@ -2,8 +2,10 @@
 
 import torch
 from openrlhf.models import Actor
+from openrlhf.models.ring_attn_utils import gather_and_pad_tensor, unpad_and_slice_tensor
 from openrlhf.models.utils import compute_entropy, log_probs_from_logits
 
+from qarl_openrlhf.actors.chunked_log_probs import ChunkedHead
 from qarl_openrlhf.quant.convert import ConversionReport, convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -13,7 +15,12 @@ class QuantActor(Actor):
 
     The master weights are the module's BF16 parameters, which DeepSpeed casts from its float32 copy after every optimizer
     step. They are quantized once per step; forward, publish and export all read that one result.
+
+    ``logprob_chunk``: tokens whose logits exist at a time (``--actor.logprob_chunk``); 0 makes them all at once.
     """
+
+    logprob_chunk = 0
+    chunked_head: ChunkedHead | None = None
 
     @classmethod
     def convert(cls, actor: Actor, scheme: QuantScheme, *, cache: str) -> ConversionReport:
@@ -46,8 +53,14 @@ class QuantActor(Actor):
         that saves most of the lm_head product and of the float32 logits. Everything else is left to OpenRLHF.
         """
         return_entropy = kwargs.get("return_entropy", False)
-        plain = action_mask is not None and not self.packing_samples and not self.is_vlm
         extra = {k for k, v in kwargs.items() if v is not None} - {"return_entropy"}
+        whole = action_mask is not None and action_mask.shape[1] == sequences.shape[1] - 1
+        if self.logprob_chunk and whole and not self.is_vlm and extra <= {"ring_attn_group"}:
+            log_probs, output = self._in_chunks(
+                sequences, action_mask, attention_mask, kwargs.get("ring_attn_group"), bool(return_entropy)
+            )
+            return (log_probs, output) if return_output else log_probs
+        plain = action_mask is not None and not self.packing_samples and not self.is_vlm
         if not plain or extra or action_mask.shape[1] != sequences.shape[1] - 1:
             return super().forward(
                 sequences, action_mask, attention_mask=attention_mask, return_output=return_output, **kwargs
@@ -71,6 +84,38 @@ class QuantActor(Actor):
         if return_entropy:
             output.entropy = _pad_left(compute_entropy(logits), first)
         return (log_probs, output) if return_output else log_probs
+
+    def _in_chunks(self, sequences, action_mask, attention_mask, ring_attn_group, return_entropy: bool):
+        """(log-probs float32 [B, S - 1], model output without logits, with ``entropy`` [B, S - 1] if asked for; both 0 elsewhere
+        than at action tokens)."""
+        if self.chunked_head is None:
+            self.chunked_head = ChunkedHead(self.network, self.logprob_chunk)
+        batch, length = sequences.shape
+        acting = torch.nn.functional.pad(action_mask.bool(), (0, 1))  # the last position predicts nothing
+        if self.packing_samples:
+            ids, position_ids, targets, pad, indices = unpad_and_slice_tensor(sequences, attention_mask, ring_attn_group)
+            # Under ring attention a rank has a slice of the tokens, and no slice of the mask: all of them.
+            rows = acting.flatten()[indices].nonzero()[:, 0] if ring_attn_group is None else torch.arange(ids.numel(), device=ids.device)
+            attention_mask = None
+        else:
+            ids, targets = sequences, sequences.roll(-1, 1)
+            position_ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+            rows = acting.flatten().nonzero()[:, 0]
+        with self.chunked_head.reading(rows, targets.flatten()[rows], self.temperature, return_entropy):
+            output = self.model(ids, attention_mask=attention_mask, position_ids=position_ids)
+        values = output["logits"]
+        self.chunked_head.require_untouched(values)
+        output["logits"] = None
+
+        def unpacked(column: int) -> torch.Tensor:
+            one = values[..., column]
+            if self.packing_samples:
+                one = gather_and_pad_tensor(one, ring_attn_group, pad, indices, batch, length)
+            return one[:, :-1]
+
+        if return_entropy:
+            output.entropy = unpacked(1)
+        return unpacked(0) * action_mask.float(), output
 
 
 def _pad_left(x: torch.Tensor, columns: int) -> torch.Tensor:

@@ -120,6 +120,14 @@ def _add_model(group) -> None:
     group.add_argument(
         "--model.rope_theta", type=float, default=None, metavar="BASE", help="base of the rotary positions, likewise"
     )
+    group.add_argument(
+        "--actor.logprob_chunk",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="compute the learner's log-probs from the logits of so many response tokens at a time (e.g. 2048), so that memory does "
+        "not grow with a micro-batch's tokens times the vocabulary; costs lm_head's product once more in the backward. 0: all at once",
+    )
     for role in ("actor", "critic"):
         group.add_argument(
             f"--{role}.muon.scale",

@@ -243,8 +243,17 @@ def _activations(args, shape: ModelShape, tokens: int, phase: str) -> list[Part]
         kept, advice = layer * (shape.layers + 1), "--actor.gradient_checkpointing_enable"
     return [
         Part("activations", int(kept), (phase,), advice),
-        Part("logits", LOGITS * tokens * shape.vocabulary, (phase,), shorter),
+        _logits(args, shape, tokens, phase, shorter),
     ]
+
+
+def _logits(args, shape: ModelShape, tokens: int, phase: str, shorter: str) -> Part:
+    """Logits of a micro-batch, or of a chunk of its tokens with lm_head's gradient summed over chunks in float32 beside a chunk's."""
+    chunk, whole = args.actor.logprob_chunk, LOGITS * tokens * shape.vocabulary
+    if not chunk:
+        return Part("logits", whole, (phase,), f"--actor.logprob_chunk 2048, or {shorter}")
+    summed = 6 * shape.vocabulary * shape.hidden if tokens > chunk else 0
+    return Part("logits (a chunk)", min(chunk, tokens) * LOGITS * shape.vocabulary + summed, (phase,), "a smaller --actor.logprob_chunk")
 
 
 def _engine(args, shape: ModelShape, phases: list[str], shared: bool) -> Estimate:

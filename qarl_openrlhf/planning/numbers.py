@@ -47,7 +47,7 @@ RANGES = {
     ),
     "sync.bucket_mb": Range(at_least=1 / 1024),  # below one KiB a push is all overhead, and 1e-9 MiB is no byte at all
     **dict.fromkeys(
-        "actor.adam.lr critic.adam.lr actor.muon.lr critic.muon.lr algo.kl.init_coef eval.temperature".split(), NOT_NEGATIVE
+        "actor.adam.lr critic.adam.lr actor.muon.lr critic.muon.lr algo.kl.init_coef eval.temperature actor.logprob_chunk".split(), NOT_NEGATIVE
     ),
     **dict.fromkeys(("rollout.top_p", "vllm.gpu_memory_utilization"), SHARE),
     **dict.fromkeys("algo.advantage.gamma algo.advantage.lambd actor.lr_warmup_ratio critic.lr_warmup_ratio".split(), CLOSED_SHARE),

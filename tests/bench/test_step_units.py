@@ -177,6 +177,14 @@ def test_a_learner_above_the_cards_memory_is_named_with_what_lowers_it(capsys):
     assert "logits" in error and "smaller --tokens" in error
 
 
+def test_log_probs_in_chunks_let_longer_micro_batches_fit(capsys):
+    words = ["--dry_run", "--shape", "8b", "--card", "H100", "--card_gb", "80", "--schemes", "bf16", "--tokens", "22528"]
+    words += ["--layers", "3,6,9"]
+    assert "lower logits (38.3 GiB): --actor.logprob_chunk 2048" in refusal(capsys, *words)
+    assert bench_step.main([*words, "--actor.logprob_chunk", "2048"]) == 0
+    assert "learner: world size 1, 3, 6, 9 of 36 layers" in capsys.readouterr().out
+
+
 def test_an_engine_without_room_for_one_response_is_refused():
     model = Model.of("30b-a3b", None, "bf16")
     with pytest.raises(ConfigError, match="--schemes bf16: no room for a KV cache: engine weights 56.9 GiB .* of 60.0 GiB"):
