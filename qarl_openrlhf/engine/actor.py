@@ -23,6 +23,7 @@ from qarl_openrlhf.engine.admission import Admission  # noqa: E402
 from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
 from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
 from qarl_openrlhf.engine.stops import as_tokens  # noqa: E402
+from qarl_openrlhf.engine.start_error import explained  # noqa: E402
 from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # noqa: E402
 from qarl_openrlhf.engine.strict_rewards import StrictSingleTurnExecutor  # noqa: E402
 from qarl_openrlhf.engine.token_versions import TokenVersions, along  # noqa: E402
@@ -76,7 +77,10 @@ class QarlRolloutActor(_RolloutActor):
         )
         if "compilation_config" in overrides:  # joins the caller's: in its place vLLM would compile what the caller told it not to
             overrides["compilation_config"] = (kwargs.get("compilation_config") or {}) | overrides["compilation_config"]
-        await super().__init__(*args, **{"num_gpus": 0, **kwargs, **overrides})
+        try:
+            await super().__init__(*args, **{"num_gpus": 0, **kwargs, **overrides})
+        except RuntimeError as error:
+            raise explained(error) from error
         StrictSingleTurnExecutor.convert(self.executor, qarl_reward_timeout_s)
         # An engine of a benchmark has no tokenizer (skip_tokenizer_init), and no stop strings either.
         self.stop, self.stop_tokens = as_tokens(self.stop, self.llm.get_tokenizer()) if self.stop else ([], [])

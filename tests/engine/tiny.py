@@ -7,32 +7,17 @@ from dataclasses import dataclass
 import psutil
 import ray
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from qarl_openrlhf.quant import QuantScheme
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.linear import quantized_forward
-
-VOCAB = 300  # not a multiple of 64: vLLM pads it
+from tests.tiny_models import byte_tokenizer as tokenizer
+from tests.tiny_models import random_model
 
 SHAPE = dict(
-    vocab_size=VOCAB,
+    vocab_size=300,  # not a multiple of 64: vLLM pads it
     hidden_size=128,
     intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     head_dim=32,
     max_position_embeddings=512,
     initializer_range=0.1,
@@ -40,24 +25,7 @@ SHAPE = dict(
     eos_token_id=1,
     pad_token_id=2,
 )
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-CLASSES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),  # attention biases
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": False}),  # q/k norms
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"tie_word_embeddings": False, **MOE}),
-}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that any text can be sampled."""
-    specials = ["<unk>", "<eos>", "<pad>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(specials + alphabet)}
-    tok = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tok.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+TIED = ("qwen2",)  # qwen2 has biases in its attention, too; qwen3 norms of q and k
 
 
 @dataclass
@@ -81,16 +49,14 @@ class Learner:
 
 def make_learner(kind: str, scheme: str, directory, *, dtype=torch.float32, seed: int = 0, **shape) -> Learner:
     """A random model of ``kind``, saved to ``directory``, every parameter (norms and biases, too) away from its default."""
-    torch.manual_seed(seed)
-    model_class, config_class, extra = CLASSES[kind]
-    model = model_class(config_class(**(SHAPE | extra | shape)))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * (0.5 if name.endswith("bias") else 0.1))
-            # BF16 values in any dtype: a float32 engine then has exactly the tensors of a BF16 one.
-            parameter.copy_(parameter.to(torch.bfloat16))
-    model = model.to(dtype).eval()
+
+    def spread(name: str, parameter) -> None:
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) * (0.5 if name.endswith("bias") else 0.1))
+        # BF16 values in any dtype: a float32 engine then has exactly the tensors of a BF16 one.
+        parameter.copy_(parameter.to(torch.bfloat16))
+
+    model = random_model(kind, spread, seed=seed, dtype=dtype, **SHAPE | {"tie_word_embeddings": kind in TIED} | shape).eval()
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     parsed = QuantScheme.parse(scheme)
@@ -104,12 +70,12 @@ def start_engine(learner: Learner, *, tp: int = 1, device: str = "cpu", ray_gpus
 
     actor = ray.remote(QarlRolloutActor).options(num_cpus=0, num_gpus=ray_gpus, max_concurrency=64)
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[learner.model.dtype]
+    usual = {"qarl_scheme": str(learner.scheme), "dtype": dtype, "max_model_len": 400, "max_num_seqs": 16, "seed": 0, "num_gpus": 0}
     return actor.remote(
         model=learner.directory,
-        qarl_scheme=str(learner.scheme),
         qarl_device=device,
         tensor_parallel_size=tp,
-        **{"dtype": dtype, "max_model_len": 400, "max_num_seqs": 16, "seed": 0, "num_gpus": 0, **kwargs},
+        **(usual | kwargs),
     )
 
 
