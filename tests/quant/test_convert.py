@@ -7,14 +7,14 @@ import torch
 from qarl_openrlhf.quant import QuantError, QuantScheme, quantize_weight
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.linear import QuantLinear
-from tiny_models import CONFIGS, LINEARS, loss_of, tiny
+from tests.tiny_models import FAMILIES, LINEARS, loss_of, tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 parse = QuantScheme.parse
 
 
-@pytest.mark.parametrize("family", list(CONFIGS))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_of_the_decoder_layers_and_nothing_else(family):
     model = tiny(family)
     before = {n: (id(p), p.shape) for n, p in model.named_parameters()}
@@ -50,7 +50,7 @@ def test_tied_embeddings_stay_tied_and_are_published_once():
     assert model.model.embed_tokens.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("family", list(CONFIGS))
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["w4a16:g32", "w8a8:rollout", "bf16"])
 def test_published_tensors(family, name):
     scheme, model = parse(name), tiny(family)
@@ -92,7 +92,7 @@ def test_skipped_layers_and_router_gates_stay_plain():
 
 def test_meta_models_can_be_planned():
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"]())
+        model = AutoModelForCausalLM.from_config(tiny("qwen3").config)
     assert len(convert_model(model, parse("w4a16:g64")).quantized) == LINEARS
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import LINEARS, MOE_LAYERS
+from tests.tiny_models import LINEARS, MOE_LAYERS
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

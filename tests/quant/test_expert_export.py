@@ -11,7 +11,7 @@ from qarl_openrlhf.quant.expert_names import from_checkpoint
 from qarl_openrlhf.quant.export import INDEX_NAME, export_checkpoint
 from safetensors.torch import save_file
 from test_export import library_weight, read
-from tiny_models import tiny_moe
+from tests.tiny_models import tiny_moe
 from transformers import AutoModelForCausalLM
 
 parse = QuantScheme.parse

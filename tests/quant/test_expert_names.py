@@ -5,7 +5,7 @@ import torch
 from qarl_openrlhf.quant import QuantError, QuantScheme
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.expert_names import from_checkpoint, to_checkpoint
-from tiny_models import tiny_moe
+from tests.tiny_models import tiny_moe
 
 parse = QuantScheme.parse
 BLOCK = "model.layers.0.mlp.experts"

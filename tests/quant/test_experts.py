@@ -9,7 +9,7 @@ from qarl_openrlhf.quant import QuantError, QuantScheme, dequantize_weight, quan
 from qarl_openrlhf.quant.convert import convert_model, published_tensors, quantized_layers
 from qarl_openrlhf.quant.experts import IMPLEMENTATION, check
 from qarl_openrlhf.quant.linear import quantized_forward
-from tiny_models import LAYERS, MOE_LAYERS, loss_of, tiny_moe, tokens
+from tests.tiny_models import LAYERS, MOE_LAYERS, loss_of, tiny_moe, tokens
 
 parse = QuantScheme.parse
 PROJECTIONS = ("gate_up_proj", "down_proj")

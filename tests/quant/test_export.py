@@ -12,7 +12,7 @@ from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.export import INDEX_NAME, export_checkpoint
 from qarl_openrlhf.quant.linear import QuantLinear
 from safetensors.torch import load_file
-from tiny_models import CONFIGS, loss_of, tiny
+from tests.tiny_models import FAMILIES, loss_of, tiny
 from transformers import AutoConfig
 
 parse = QuantScheme.parse
@@ -30,7 +30,7 @@ def library_weight(tensors: dict, layer: str, config: QuantizationConfig) -> tor
 
 
 @pytest.mark.parametrize("name", ["w4a16:g64", "w8a8", "fp8"])
-@pytest.mark.parametrize("family", list(CONFIGS))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_library_decompresses_the_learners_weights(tmp_path, family, name):
     scheme, model = parse(name), tiny(family, tie_word_embeddings=family == "qwen3")
     convert_model(model, scheme)

@@ -9,7 +9,7 @@ from qarl_openrlhf.kernels import dispatch, product
 from qarl_openrlhf.quant import QuantError, QuantScheme, dequantize_weight, quantize_weight
 from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.linear import QuantLinear, quantized_forward
-from tiny_models import CONFIGS, LINEARS, loss_of, tiny, tokens
+from tests.tiny_models import FAMILIES, LINEARS, loss_of, tiny, tokens
 from torch import nn
 
 parse = QuantScheme.parse
@@ -32,7 +32,7 @@ def dequantized_copy(model, scheme):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", list(CONFIGS))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_w4a16_is_the_dequantized_model_forward_and_backward(family, dtype):
     scheme = parse("w4a16:g32")
     model = tiny(family, dtype)

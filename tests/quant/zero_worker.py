@@ -11,7 +11,7 @@ import torch
 from qarl_openrlhf.patches import deepspeed as deepspeed_patch
 from qarl_openrlhf.quant import QuantScheme, count_changed_codes
 from qarl_openrlhf.quant.convert import convert_model, published_tensors, quantized_layers
-from tiny_models import tiny, tiny_moe
+from tests.tiny_models import tiny, tiny_moe
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
