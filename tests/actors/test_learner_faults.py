@@ -1,0 +1,26 @@
+"""What goes wrong in the learner is named before anything is published."""
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+from qarl_openrlhf.quant.errors import QuantError
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_nan_in_a_master_weight_names_the_layer(make_learner, rollout, zero):
+    """In DeepSpeed's float32 copy, which the next optimizer step casts to the BF16 parameter."""
+    learner = make_learner("llama", ds__zero_stage=zero, train__batch_size=16)
+    layer = learner.actor.network.model.layers[1].mlp.down_proj
+    master = safe_get_full_fp32_param(layer.weight).clone()
+    master[3, 5] = float("nan")
+    safe_set_full_fp32_param(layer.weight, master)
+    for experience in rollout():
+        learner.replay_buffer.append(experience)
+    learner.ppo_train(0.0)  # one optimizer step: its forward still had the old parameter
+    sent = []
+    with pytest.raises(QuantError, match=r"model\.layers\.1\.mlp\.down_proj: 1 of 32768 weights are NaN or infinite"):
+        for name, _ in learner.published_tensors():
+            sent.append(name)
+    assert not any(name.startswith("model.layers.1.mlp.down_proj") for name in sent)
+    assert torch.isfinite(safe_get_full_fp32_param(learner.actor.network.model.layers[0].mlp.down_proj.weight)).all()
