@@ -36,6 +36,7 @@ class Settings:
     config: dict = field(default_factory=lambda: {"min_terms": 4, "max_terms": 4, "min_digits": 2, "max_digits": 2})
     style: str = "steps"
     exclude: str | None = None
+    slips: float = 0.0
     prompts: int = 1024
     heldout: int = 512
     layers: int = 4
@@ -55,6 +56,8 @@ class Settings:
         for name in ("prompts", "heldout", "layers", "steps", "batch_size", "check_every"):
             if getattr(self, name) < 1:
                 raise DataError(f"--{name} {getattr(self, name)}: give 1 or more")
+        if not 0 <= self.slips < 1 or (self.slips and self.style != "steps"):
+            raise DataError(f"--slips {self.slips}: give a share of partial results, 0 or more and under 1 (with --style steps)")
         if not self.lr > 0:
             raise DataError(f"--lr {self.lr}: give a positive learning rate")
         if self.stop_at is not None and not 0 < self.stop_at <= 1:
@@ -103,7 +106,7 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
     apart = {entry["question"] for entry in heldout}
     prompts = distinct(problems(task, config, f"prompts {seed}", exclude), settings.prompts, but=apart)
     apart |= {entry["question"] for entry in prompts}
-    pairs = supervised(task, config, style, seed, exclude, but=apart)
+    pairs = supervised(task, config, style, seed, exclude, slips=settings.slips, but=apart)
     next(pairs)  # a task without what the style needs is an error here, before torch is imported
     sets = {
         "prompts": rows_of(task, prompts, [], prompt_style(style)),
@@ -180,6 +183,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=parse_setting, nargs="*", default=config, metavar="NAME=VALUE")
     parser.add_argument("--style", choices=STYLES, default=default.style, help="steps: each partial result on a line")
     parser.add_argument("--exclude", default=None, metavar="TEXT", help="drop problems whose question contains TEXT")
+    parser.add_argument("--slips", type=float, default=default.slips, help="share of partial results that training has wrong")
     parser.add_argument("--prompts", type=int, default=default.prompts, help="prompts for reinforcement learning")
     parser.add_argument("--heldout", type=int, default=default.heldout, help="held-out problems")
     parser.add_argument("--layers", type=int, default=default.layers)

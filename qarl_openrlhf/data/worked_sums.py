@@ -7,12 +7,17 @@ Styles: `question` and `equation` are the prompts of `data.reasoning_gym`, answe
     response   12+34=46
                46-56=-10
                <answer>-10</answer>
+
+With slips, some partial results are off by one or ten: a model that learns from such solutions knows the right way and strays
+from it at that rate, so that it has something to unlearn. One that merely learnt too little errs without a doubt, and all of
+its samples of a problem are alike: an entropy of 0.05 nats a token, against 0.2, gives a policy gradient little to work with.
 """
 
 from __future__ import annotations
 
 import re
 from itertools import count
+from random import Random
 from typing import Iterator
 
 from qarl_openrlhf.data.reasoning_gym import STYLES as PROMPT_STYLES
@@ -27,9 +32,12 @@ def prompt_style(style: str) -> str:
     return "equation" if style == "steps" else style
 
 
-def response(entry: dict, style: str) -> str:
-    """The response to one problem, without the end token. DataError for `steps` of what is no chain of sums."""
-    lines = []
+def response(entry: dict, style: str, *, slips: float = 0.0, random: Random | None = None) -> str:
+    """The response to one problem, without the end token. DataError for `steps` of what is no chain of sums.
+
+    slips: the probability, drawn from `random`, that a partial result (of `steps`) is off; the rest follows from the wrong one.
+    """
+    answer, lines = entry["answer"], []
     if style == "steps":
         text = expression(entry)
         if not CHAIN.fullmatch(text):
@@ -38,9 +46,11 @@ def response(entry: dict, style: str) -> str:
         total = int(first)
         for sign, term in zip(rest[::2], rest[1::2]):
             before, total = total, total + int(term) if sign == "+" else total - int(term)
+            if slips and random.random() < slips:
+                total += random.choice((-10, -1, 1, 10))
             lines.append(f"{before}{sign}{term}={total}")
-        lines = ["", *lines]  # the prompt ends with "=", the response begins on the next line
-    return "\n".join([*lines, f"<answer>{entry['answer']}</answer>"])
+        answer, lines = total, ["", *lines]  # the prompt ends with "=", the response begins on the next line
+    return "\n".join([*lines, f"<answer>{answer}</answer>"])
 
 
 def distinct(entries: Iterator[dict], n: int, *, but: set[str]) -> list[dict]:
@@ -59,9 +69,10 @@ def distinct(entries: Iterator[dict], n: int, *, but: set[str]) -> list[dict]:
 
 
 def supervised(
-    task: str, config: dict, style: str, seed: int, exclude: str | None, *, but: set[str]
+    task: str, config: dict, style: str, seed: int, exclude: str | None, *, slips: float = 0.0, but: set[str]
 ) -> Iterator[tuple[str, str]]:
     """Endless (prompt, response) pairs from a stream of problems of their own, without those in `but`."""
+    random = Random(f"slips {seed}")
     stream = problems(task, config, f"supervised {seed}", exclude)
     refused = 0
     for _ in count():
@@ -70,4 +81,4 @@ def supervised(
         if refused > TRIES_PER_PROBLEM:
             raise DataError(f"prompts and held-out set hold all problems of '{task}': nothing is left to train on")
         if not refused:
-            yield render(entry, [], prompt_style(style)), response(entry, style)
+            yield render(entry, [], prompt_style(style)), response(entry, style, slips=slips, random=random)

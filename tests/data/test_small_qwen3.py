@@ -1,6 +1,7 @@
 """The small model made from nothing: problems apart, solutions that the reward accepts, a directory that the stack loads."""
 
 import json
+from random import Random
 
 import pytest
 import torch
@@ -33,6 +34,20 @@ def test_steps_are_written_out():
     for expression in ("3", "3 * 4", "1.5 + 2", "(3 + 4) - 5"):
         with pytest.raises(DataError, match="style 'steps' writes out sums.*equation"):
             response({"answer": "7", "metadata": {"expression": expression}}, "steps")
+
+
+def test_slips_go_on_into_what_follows():
+    entry = {"answer": "21", "metadata": {"expression": "1 + 2 + 3 + 4 + 5 + 6"}}
+    wrong, random = 0, Random(0)
+    for _ in range(400):
+        *lines, answer = response(entry, "steps", slips=0.3, random=random).strip().split("\n")
+        left, right = zip(*(line.split("=") for line in lines))
+        off = [int(r) - eval(l) for l, r in zip(left, right)]
+        assert set(off) <= {-10, -1, 0, 1, 10} and answer == f"<answer>{right[-1]}</answer>"
+        assert all(later.startswith(earlier) for later, earlier in zip(left[1:], right))
+        wrong += sum(map(bool, off))
+    assert 0.27 < wrong / 2000 < 0.33
+    assert response(entry, "steps", slips=0.0) == response(entry, "steps")
 
 
 @pytest.mark.parametrize("style", ["steps", "equation", "question"])
@@ -132,6 +147,8 @@ def test_only_the_response_is_learnt():
     [
         (["--hidden", "320"], "--hidden 320: give a multiple of 256"),
         (["--stop_at", "1.5"], "--stop_at 1.5"),
+        (["--slips", "1"], "--slips 1.0: give a share"),
+        (["--slips", "0.1", "--style", "equation"], "--slips 0.1: .*--style steps"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--task", "sums"], "no task 'sums'"),
         (["--task", "spell_backward", "--config"], "needs an expression"),
