@@ -10,7 +10,7 @@ Styles: `question` and `equation` are the prompts of `data.reasoning_gym`, answe
 
 With slips, some partial results are off by one or ten: a model that learns from such solutions knows the right way and strays
 from it at that rate, so that it has something to unlearn. One that merely learnt too little errs without a doubt, and all of
-its samples of a problem are alike: an entropy of 0.05 nats a token, against 0.2, gives a policy gradient little to work with.
+its samples of a problem are alike, which gives a policy gradient little to work with (figures: docs/data.md).
 """
 
 from __future__ import annotations
