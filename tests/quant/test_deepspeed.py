@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from qarl_openrlhf.quant import QuantScheme
+from qarl_openrlhf.quant.packing import quantize_weight
+from tests.quant.shard_edges_worker import Layers
 from tests.tiny_models import LINEARS, MOE_LAYERS
 
 HERE = Path(__file__).parent
@@ -20,12 +23,12 @@ def free_port() -> str:
         return str(s.getsockname()[1])
 
 
-def run_workers(world: int, directory: Path) -> list[dict]:
+def run_workers(world: int, directory: Path, script: str = "zero_worker.py") -> list[dict]:
     path = os.pathsep.join([str(HERE.parent.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
     port, out = free_port(), directory / "result.pt"
     workers = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "zero_worker.py"), str(rank), str(world), port, str(out)],
+            [sys.executable, str(HERE / script), str(rank), str(world), port, str(out)],
             env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -118,3 +121,19 @@ def test_two_ranks_publish_the_same_bytes(two_ranks, kind):
     for stage in ("zero2", "zero3"):
         # The stages sum two ranks' gradients in different orders, so BF16 weights may differ by a last bit.
         assert_almost_the_same_codes(first["zero1"]["published"], first[stage]["published"])
+
+
+@pytest.mark.slow
+def test_shards_that_end_within_a_group_split_no_group(tmp_path):
+    """ZeRO-3 cuts a flat parameter anywhere; what is quantized is the gathered one, so groups and rows stay whole."""
+    ranks = run_workers(2, tmp_path, "shard_edges_worker.py")
+    for text, mine in ranks[0].items():
+        scheme = QuantScheme.parse(text)
+        for name, weight in mine["weights"].items():
+            edge = mine["shards"][name]
+            assert 2 * edge == weight.numel() and edge % 32 == 16 and edge % weight.shape[1], "this edge splits nothing"
+            wanted = quantize_weight(weight, scheme)
+            for suffix, tensor in wanted.tensors().items():
+                for rank in ranks:
+                    assert torch.equal(rank[text]["published"][f"{name.removesuffix('.weight')}.{suffix}"], tensor), (name, suffix)
+        assert not torch.equal(mine["weights"]["layers.0.up.weight"], Layers().layers[0]["up"].weight), "nothing was trained"
