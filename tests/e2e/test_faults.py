@@ -1,0 +1,155 @@
+"""Whole runs that fail: the process ends by itself, names what failed, and nothing of it is left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from qarl_openrlhf.report import load_run
+
+from .conftest import HERE, argv
+
+pytestmark = pytest.mark.slow
+
+ROOT = os.path.dirname(HERE)
+MARK = "QARL_TEST_RUN"
+
+
+class Run:
+    """``train_qarl`` in a session of its own; everything it starts inherits a mark."""
+
+    def __init__(self, wanted: dict, log: Path, prefix: tuple = (), **environment):
+        self.mark, self.log = uuid.uuid4().hex, log
+        self.metrics = Path(wanted["ckpt.output_dir"], "metrics.jsonl")
+        path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "qarl_openrlhf.cli.train_qarl", *argv(wanted)],
+            env=inherited | {"PYTHONPATH": path, MARK: self.mark} | environment,
+            stdout=open(log, "w"),  # noqa: SIM115
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def alive(self) -> list[psutil.Process]:
+        """Every process that carries the mark."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def named(self, words: str) -> psutil.Process:
+        """The one process of the run with these words in its command line."""
+        [process] = [p for p in self.alive() if words in " ".join(p.cmdline())]
+        return process
+
+    def wait_for_steps(self, count: int, timeout: float = 400) -> None:
+        until = time.monotonic() + timeout
+        while not self.metrics.exists() or self.metrics.read_text().count("\n") < count:
+            assert self.process.poll() is None, self.text[-3000:]
+            assert time.monotonic() < until, self.text[-3000:]
+            time.sleep(0.05)
+
+    def assert_gone(self, timeout: float = 60) -> None:
+        until = time.monotonic() + timeout
+        while (left := self.alive()) and time.monotonic() < until:
+            time.sleep(0.5)
+        assert not left, [" ".join(p.cmdline())[:100] for p in left]
+
+    def end(self) -> None:
+        for process in self.alive():
+            process.kill()
+
+
+@pytest.fixture
+def start(flags, tiny_model, tmp_path):
+    """``start(changes, prefix, **environment)`` -> a started ``Run`` of 16 steps."""
+    runs = []
+
+    def make(changes: dict | None = None, prefix: tuple = (), **environment) -> Run:
+        wanted = flags(tiny_model("llama", hidden=128)) | {
+            "quant.scheme": "w4a16:g32",
+            "objective.name": "tbpo",
+            "data.max_samples": 64,
+            "sync.timeout_s": 40,
+        }
+        runs.append(Run(wanted | (changes or {}), tmp_path / "log.txt", prefix, **environment))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.end()
+
+
+def test_an_update_that_diverges_names_the_layer(start):
+    run = start({"actor.adam.lr": 1e39})
+    assert run.process.wait(400) != 0
+    assert "model.layers.0.self_attn.q_proj" in run.text and "NaN or infinite; the update that wrote" in run.text
+    rows = load_run(run.metrics.parent).rows if run.metrics.exists() else []
+    assert len(rows) <= 1, "a rollout was made on weights that are no numbers"
+    run.assert_gone()
+
+
+KILLED = {"engine": ("VLLM::EngineCore", "engine 0|EngineDeadError|worker process died"), "learner": ("ray::QarlPolicyActor", "QarlPolicyActor")}
+
+
+@pytest.mark.parametrize("who", KILLED)
+def test_a_killed_process_ends_the_run_and_leaves_none(start, who):
+    import re
+
+    words, message = KILLED[who]
+    run = start()
+    run.wait_for_steps(1)
+    run.named(words).kill()
+    assert run.process.wait(120) != 0
+    assert re.search(message, run.text), run.text[-3000:]
+    run.assert_gone()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["interrupted", "terminated", "killed"])
+def test_an_ended_driver_leaves_no_process(start, how):
+    run = start()
+    run.wait_for_steps(1)
+    run.process.send_signal(how)
+    assert run.process.wait(120) != 0
+    run.assert_gone()
+
+
+def test_taken_ports_and_a_containers_shm_do_not_matter(start):
+    """Ray's well-known ports, torch's default, and the one vLLM is told to use are taken; /dev/shm has 64 MiB."""
+    flags = ["-m"] if os.getuid() == 0 else ["-Urm"]
+    mount = ["bash", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "run"]
+    if subprocess.run(["unshare", *flags, *mount, "true"], capture_output=True).returncode:
+        flags, mount = [], []
+    with ExitStack() as stack:
+        taken = []
+        for port in (6379, 8265, 10001, 52365, 29500, 0):
+            held = stack.enter_context(socket.socket())
+            try:
+                held.bind(("", port))
+            except OSError:
+                continue  # somebody else's: taken as well
+            held.listen()
+            taken.append(held.getsockname()[1])
+        run = start({"data.max_samples": 8}, prefix=("unshare", *flags, *mount) if mount else (), VLLM_PORT=str(taken[-1]))
+        assert run.process.wait(500) == 0, run.text[-3000:]
+    assert [row["step"] for row in load_run(run.metrics.parent).rows] == [1, 2]
+    if mount:
+        assert "note: Ray's object store is in" in run.text
+    run.assert_gone()
