@@ -17,6 +17,7 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor  # noqa: E402
 from torch import Tensor  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest  # noqa: E402
+from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from qarl_openrlhf.engine import plugin  # noqa: E402
 from qarl_openrlhf.engine.admission import Admission  # noqa: E402
@@ -112,7 +113,10 @@ class QarlRolloutActor(_RolloutActor):
         """
         await self.weights.wait_ready(self.name, self.timeout_s)
         version = self.weights.version
-        output = await super().generate(prompt_token_ids, self._prepared(sampling_params), multi_modal_data)
+        try:
+            output = await super().generate(prompt_token_ids, self._prepared(sampling_params), multi_modal_data)
+        except EngineDeadError:
+            raise EngineNotReady(f"{self.name}: its process died while it sampled") from None
         versions = self.token_versions.take(output) if output is not None else []
         if output is None or output.outputs[0].finish_reason == "abort":
             why = f"weights are {self.weights.state.value} ({self.weights.reason})"

@@ -1,6 +1,7 @@
 """Whole runs that fail: the process ends by itself, names what failed, and nothing of it is left."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -106,13 +107,14 @@ def test_an_update_that_diverges_names_the_layer(start):
     run.assert_gone()
 
 
-KILLED = {"engine": ("VLLM::EngineCore", "engine 0|EngineDeadError|worker process died"), "learner": ("ray::QarlPolicyActor", "QarlPolicyActor")}
+KILLED = {  # words in its command line, what the run's last words must say
+    "engine": ("VLLM::EngineCore", "engine 0: .*died"),
+    "learner": ("ray::QarlPolicyActor", "QarlPolicyActor"),
+}
 
 
 @pytest.mark.parametrize("who", KILLED)
 def test_a_killed_process_ends_the_run_and_leaves_none(start, who):
-    import re
-
     words, message = KILLED[who]
     run = start()
     run.wait_for_steps(1)
