@@ -62,6 +62,23 @@ def test_rows_become_items(made):
     assert [item.index for item in load_items(made, 1)] == [0]
 
 
+def test_from_the_hub_all_files_of_it(monkeypatch, made):
+    """Its loading script is none that `datasets` runs any more: the files are read as they are."""
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **kwargs: asked.append((args, kwargs)) or made)
+    assert len(load_items("livecodebench")) == 12
+    assert asked[0] == (("livecodebench/code_generation_lite", "test.jsonl"), {"repo_type": "dataset"}) and asked[5][0][1] == "test6.jsonl"
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    with pytest.raises(DataError, match="--tasks livecodebench: livecodebench/code_generation_lite .*--tasks livecodebench=FILE"):
+        load_items("livecodebench")
+
+
 class Evil:
     def __reduce__(self):
         return (os.system, ("touch hit",))
