@@ -27,9 +27,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.dry_run or args.dry_run_all:
         dry_run(args, resources)
         return
-    _refuse(placement.check_placement, args)
-    _refuse(positions.check_positions, args)
-    _end_with(preflight(args) + _refuse(main_memory_problems, args))
+    with Startup().waiting("files, model and memory are checked", "checked"):
+        _refuse(placement.check_placement, args)
+        _refuse(positions.check_positions, args)
+        _end_with(preflight(args) + _refuse(main_memory_problems, args))
     for note in _refuse(choose_checkpoint, args):
         print(f"note: {note}")
     _refuse(positions.apply, args)
