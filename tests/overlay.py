@@ -17,7 +17,18 @@ def with_packages(lock: str, module: str, directory: Path) -> dict[str, str]:
     inherited = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if find_spec(module) is not None:
         return os.environ | {"PYTHONPATH": os.pathsep.join(inherited)}
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(directory), "-r", str(ROOT / f"requirements/{lock}.txt")]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(directory),
+        "-r",
+        str(ROOT / f"requirements/{lock}.txt"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
         pytest.skip(f"requirements/{lock}.txt cannot be installed here: {done.stderr.strip()[-200:]}")

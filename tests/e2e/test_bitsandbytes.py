@@ -23,7 +23,11 @@ def test_nf4_reference_and_8_bit_moments(tiny_model, flags, environment, stage, 
     kl = {}
     for name, low_bit in (("plain", {}), ("low", {"ref.load_in_4bit": True, "actor.adam.state_bits": 8})):
         # the policy in BF16: before the first update it is the BF16 reference, and not the NF4 one
-        run = flags(tiny_model("qwen3"), name) | {"ds.zero_stage": stage, "algo.kl.init_coef": 0.01, "algo.kl.estimator": "k3"} | low_bit
+        run = (
+            flags(tiny_model("qwen3"), name)
+            | {"ds.zero_stage": stage, "algo.kl.init_coef": 0.01, "algo.kl.estimator": "k3"}
+            | low_bit
+        )
         command = [sys.executable, "-m", "qarl_openrlhf.cli.train_qarl", *argv(run)]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=560)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -34,11 +34,22 @@ def _arc(root: Path) -> None:
 
 def _gpqa(root: Path) -> None:
     (root / "gpqa").mkdir(parents=True)
-    columns = ["Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3", "Subdomain", "Record ID"]
+    columns = [
+        "Question",
+        "Correct Answer",
+        "Incorrect Answer 1",
+        "Incorrect Answer 2",
+        "Incorrect Answer 3",
+        "Subdomain",
+        "Record ID",
+    ]
     with open(root / "gpqa" / "gpqa_diamond.csv", "w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(columns)
-        rows.writerows([f"What is {i} plus 1?", f"{i + 1} apples", f"{i + 2} apples", "a cat", "the sea", "sums", f"made_{i}"] for i in range(4))
+        rows.writerows(
+            [f"What is {i} plus 1?", f"{i + 1} apples", f"{i + 2} apples", "a cat", "the sea", "sums", f"made_{i}"]
+            for i in range(4)
+        )
     _card(root / "gpqa", "gpqa_diamond", {"train": "gpqa_diamond.csv"})
 
 

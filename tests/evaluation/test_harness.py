@@ -17,7 +17,12 @@ from tests.tiny_models import save_tiny_model
 
 
 def test_names_and_directories(tmp_path, monkeypatch):
-    assert [harness.name_of(a) for a in ("arc-c", f"mmlu-pro={tmp_path}", "math500", "arc-c.jsonl")] == ["arc-c", "mmlu-pro", None, None]
+    assert [harness.name_of(a) for a in ("arc-c", f"mmlu-pro={tmp_path}", "math500", "arc-c.jsonl")] == [
+        "arc-c",
+        "mmlu-pro",
+        None,
+        None,
+    ]
     monkeypatch.setattr(harness, "find_spec", lambda name: name)
     harness.require(["arc-c", f"mmlu-pro={tmp_path}"])
     with pytest.raises(DataError, match="hf download --repo-type dataset Idavidrein/gpqa"):
@@ -36,7 +41,9 @@ def test_the_three_tasks(tmp_path, tmp_path_factory, scheme):
     environment = with_packages("eval", "lm_eval", tmp_path_factory.getbasetemp() / "lm_eval") | {"HF_HUB_OFFLINE": "1"}
     model = save_tiny_model(tmp_path / "model", "qwen3", hidden=128)
     config = Path(model) / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 4096}))  # 25 examples, 2048 tokens
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 4096})
+    )  # 25 examples, 2048 tokens
     out = tmp_path / "out"
     tasks = [f"{name}={directory}" for name, directory in write_copies(tmp_path / "hub").items()]
     command = [sys.executable, "-m", "qarl_openrlhf.cli.evaluate", model, "--out", str(out), "--tasks", *tasks]
@@ -44,8 +51,15 @@ def test_the_three_tasks(tmp_path, tmp_path_factory, scheme):
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     scores = json.loads((out / "summary.json").read_text())["tasks"]
-    assert {name: (each["items"], each["k"]) for name, each in scores.items()} == {"arc-c": (1, 1), "gpqa-diamond": (1, 1), "mmlu-pro": (14, 1)}
-    assert all(0 <= each["avg"] <= 1 for each in scores.values()) and "| arc-c | gpqa-diamond | mmlu-pro | average |" in done.stdout
+    assert {name: (each["items"], each["k"]) for name, each in scores.items()} == {
+        "arc-c": (1, 1),
+        "gpqa-diamond": (1, 1),
+        "mmlu-pro": (14, 1),
+    }
+    assert (
+        all(0 <= each["avg"] <= 1 for each in scores.values())
+        and "| arc-c | gpqa-diamond | mmlu-pro | average |" in done.stdout
+    )
     (arc,) = [json.loads(line) for line in (out / "arc-c.jsonl").read_text().splitlines()]
     assert arc["doc"]["question"] == "What is 30 plus 1?" and len(arc["resps"]) == 4  # a log-prob of each choice
     mmlu = [json.loads(line) for line in (out / "mmlu-pro.jsonl").read_text().splitlines()]

@@ -49,7 +49,9 @@ def made(tmp_path):
 
 
 ON_STDIN = "print(int(input()) + 1)"
-FUNCTION = "class Solution:\n    def add_all(self, a: int, b: List[int]) -> int:\n        print('seen')\n        return a + sum(b)"
+FUNCTION = (
+    "class Solution:\n    def add_all(self, a: int, b: List[int]) -> int:\n        print('seen')\n        return a + sum(b)"
+)
 
 
 def test_rows_become_items(made):
@@ -69,13 +71,18 @@ def test_from_the_hub_all_files_of_it(monkeypatch, made):
     asked = []
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **kwargs: asked.append((args, kwargs)) or made)
     assert len(load_items("livecodebench")) == 12
-    assert asked[0] == (("livecodebench/code_generation_lite", "test.jsonl"), {"repo_type": "dataset"}) and asked[5][0][1] == "test6.jsonl"
+    assert (
+        asked[0] == (("livecodebench/code_generation_lite", "test.jsonl"), {"repo_type": "dataset"})
+        and asked[5][0][1] == "test6.jsonl"
+    )
 
     def offline(*args, **kwargs):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(DataError, match="--tasks livecodebench: livecodebench/code_generation_lite .*--tasks livecodebench=FILE"):
+    with pytest.raises(
+        DataError, match="--tasks livecodebench: livecodebench/code_generation_lite .*--tasks livecodebench=FILE"
+    ):
         load_items("livecodebench")
 
 
@@ -120,20 +127,46 @@ def test_the_program_in_a_response(response, program):
 
 
 def test_outputs_are_compared_as_the_benchmark_does():
-    for written, expected in (("1\n2\n", "1\n2"), (" 1 \n 2", "1\n2"), ("1.50 2", "1.5 2.0"), ("1e3", "1000"), ("yes", "yes\n")):
+    for written, expected in (
+        ("1\n2\n", "1\n2"),
+        (" 1 \n 2", "1\n2"),
+        ("1.50 2", "1.5 2.0"),
+        ("1e3", "1000"),
+        ("yes", "yes\n"),
+    ):
         assert same_output(written, expected), written
-    for written, expected in (("1\n2", "1 2"), ("1\n\n2", "1\n2"), ("Yes", "yes"), ("", "0"), ("50000000000000001", "50000000000000000"), ("nan x", "nan y")):
+    for written, expected in (
+        ("1\n2", "1 2"),
+        ("1\n\n2", "1\n2"),
+        ("Yes", "yes"),
+        ("", "0"),
+        ("50000000000000001", "50000000000000000"),
+        ("nan x", "nan y"),
+    ):
         assert not same_output(written, expected), written
-    assert same_value("[1, 2]", "[1,2]") and same_value("1.0", "1") and not same_value("[2, 1]", "[1,2]") and not same_value("", "1")
+    assert (
+        same_value("[1, 2]", "[1,2]")
+        and same_value("1.0", "1")
+        and not same_value("[2, 1]", "[1,2]")
+        and not same_value("", "1")
+    )
 
 
 def test_verdicts(made):
     stdin, function = load_items(made)
     programs = {
         ON_STDIN: (stdin, True, "ok"),
-        "import sys\nn = int(sys.stdin.readline())\nif __name__ == '__main__':\n    print(n + 1); sys.exit(0)": (stdin, True, "ok"),
+        "import sys\nn = int(sys.stdin.readline())\nif __name__ == '__main__':\n    print(n + 1); sys.exit(0)": (
+            stdin,
+            True,
+            "ok",
+        ),
         "print(2)": (stdin, False, "wrong at test 2 of 3"),
-        "n = int(input())\nprint(2 if n == 1 else 1 / 0)": (stdin, False, "error at test 2 of 3 (ZeroDivisionError: division by zero)"),
+        "n = int(input())\nprint(2 if n == 1 else 1 / 0)": (
+            stdin,
+            False,
+            "error at test 2 of 3 (ZeroDivisionError: division by zero)",
+        ),
         "print('": (stdin, False, "error at test 1 of 3 (SyntaxError: unterminated string literal (detected at line 1))"),
         FUNCTION: (function, True, "ok"),
         "def add_all(a, b): return a + sum(b)": (function, True, "ok"),
@@ -214,7 +247,12 @@ def test_a_wall(attack, tmp_path):
 
     (tmp_path / "kept").write_text("kept")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        program = ATTACKS[attack].replace("PATH", str(tmp_path)).replace("PARENT", str(os.getpid())).replace("PORT", str(server.getsockname()[1]))
+        program = (
+            ATTACKS[attack]
+            .replace("PATH", str(tmp_path))
+            .replace("PARENT", str(os.getpid()))
+            .replace("PORT", str(server.getsockname()[1]))
+        )
         outcome = sandbox.run(program)
     assert outcome.status == "error" and b"out" not in outcome.stdout
     assert (tmp_path / "kept").read_text() == "kept" and [path.name for path in tmp_path.iterdir()] == ["kept"]
@@ -225,7 +263,10 @@ def test_the_same_programs_get_through_without_walls(tmp_path):
     (tmp_path / "kept").write_text("kept")
     for attack in ("a socket of any kind", "a process", "a new file", "a file in memory", "a new session", "other rights"):
         program = ATTACKS[attack].replace("PATH", str(tmp_path))
-        assert "out" in subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, start_new_session=False).stdout, attack
+        assert (
+            "out"
+            in subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, start_new_session=False).stdout
+        ), attack
 
 
 def test_what_a_program_may_do():
@@ -240,7 +281,9 @@ def test_what_a_program_may_do():
         "thread = threading.Thread(target=main); thread.start(); thread.join()\n",
         "a b\nc",
     )
-    assert (outcome.status, outcome.stdout.decode().split("\n")) == ("ok", ["40000 81 2 2 3", "['a', 'b', 'c'] 0 False", ""]), outcome
+    assert (outcome.status, outcome.stdout.decode().split("\n")) == ("ok", ["40000 81 2 2 3", "['a', 'b', 'c'] 0 False", ""]), (
+        outcome
+    )
 
 
 @pytest.mark.parametrize(

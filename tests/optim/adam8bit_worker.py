@@ -56,7 +56,9 @@ def run(directory: str, stage: int, world: int, rank: int, bits: int, out: str) 
     second, after = [step() for _ in range(STEPS // 2)], parameters()
     engine.load_checkpoint(out, tag="half")
     again, resumed = [step() for _ in range(STEPS // 2)], parameters()
-    moments = [t for state in engine.basic_optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 4096]
+    moments = [
+        t for state in engine.basic_optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 4096
+    ]
     return {
         "losses": first + second, "again": again, "after": after, "same": all(torch.equal(after[name], p) for name, p in resumed.items()),
         "dtypes": {str(t.dtype) for t in moments}, "bytes": sum(t.numel() * t.element_size() for t in moments),

@@ -45,9 +45,19 @@ def run(tmp_path, *words: str, venv: Path, nodes: int = 2, job: int = 7, **env: 
         (tools / name).chmod(0o755)
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("QARL_", "RAY_", "SLURM_")) and k != "ARM"}
     clean |= {"PATH": f"{tools}:{os.environ['PATH']}", "SRUN_LOG": str(tmp_path / "srun.log"), "QARL_VENV": str(venv)}
-    clean |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(job)}
+    clean |= {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID": str(job),
+    }
     return subprocess.Popen(
-        ["bash", str(SBATCH), *words], env=clean | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ["bash", str(SBATCH), *words],
+        env=clean | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -79,7 +89,11 @@ def test_two_nodes_join_and_the_recipe_runs_on_the_first(tmp_path):
     try:
         # The pipes stay open while `ray start --block` runs, as it does until Slurm ends the job.
         job.wait(420)
-        started = [process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("SRUN_LOG") == str(tmp_path / "srun.log")]
+        started = [
+            process
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get("SRUN_LOG") == str(tmp_path / "srun.log")
+        ]
     finally:
         for process in [*(family.children(recursive=True) if family.is_running() else []), *started]:
             process.kill() if process.is_running() else None
@@ -92,7 +106,9 @@ def test_two_nodes_join_and_the_recipe_runs_on_the_first(tmp_path):
     assert sum("--head --node-ip-address" in c and f"--port {port} --num-gpus 8" in c for c in commands) == 1
     assert sum(f":{port} --num-gpus 8" in c and "--address" in c for c in commands) == 1
     assert commands[-1].startswith(f"--overlap bash {ROOT}/scripts/train_qwen3_30b_a3b.sh --actor.model_name_or_path")
-    assert "16" in output and "--quant.scheme" in output and "w4a16:rollout" in output  # the dry run of the recipe, for 2 x 8 GPUs
+    assert (
+        "16" in output and "--quant.scheme" in output and "w4a16:rollout" in output
+    )  # the dry run of the recipe, for 2 x 8 GPUs
 
 
 @pytest.mark.slow

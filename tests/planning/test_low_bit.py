@@ -34,7 +34,10 @@ def resolve(**flags):
         ({"ref__load_in_4bit": True, "algo__kl__init_coef": 0}, "without a KL term has no effect"),
         ({"ref__load_in_4bit": True, "ref__offload": True}, "--ref.load_in_4bit with --ref.offload"),
         ({"ref__load_in_4bit": True, "ds__param_dtype": "fp16"}, "use --ds.param_dtype bf16"),
-        ({"actor__adam__state_bits": 8, "actor__optim": "muon", "actor__muon__lr": 1e-6}, "is for AdamW, and --actor.optim is muon"),
+        (
+            {"actor__adam__state_bits": 8, "actor__optim": "muon", "actor__muon__lr": 1e-6},
+            "is for AdamW, and --actor.optim is muon",
+        ),
         ({"actor__adam__state_bits": 8, "ds__adam_offload": True}, "--actor.adam.state_bits 8 with --ds.adam_offload"),
         ({"actor__adam__state_bits": 8, "ds__zero_stage": 0}, "does not run with --ds.zero_stage 0: use --ds.zero_stage 2"),
         ({"actor__adam__state_bits": 8, "ds__use_universal_ckpt": True}, "with --ds.use_universal_ckpt"),
@@ -75,7 +78,9 @@ def test_the_dry_run_counts_them():
 
     plain, small = part("reference model"), part("reference model (NF4)", ref__load_in_4bit=True)
     assert plain == 2 * shape.parameters
-    assert small == pytest.approx(2 * (shape.parameters - shape.matrices) + 0.516 * shape.matrices, rel=1e-3) and small < 6 * GIB
+    assert (
+        small == pytest.approx(2 * (shape.parameters - shape.matrices) + 0.516 * shape.matrices, rel=1e-3) and small < 6 * GIB
+    )
     assert part("reference model (NF4)", ref__load_in_4bit=True, ds__zero_stage=3) == small  # whole on every GPU
     assert part("optimizer state") == 8 * shape.parameters / 8
     assert part("optimizer state (8 bits)", actor__adam__state_bits=8) == pytest.approx(2.03 * shape.parameters / 8, rel=1e-2)
