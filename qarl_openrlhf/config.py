@@ -168,9 +168,9 @@ def _check_objective(args, typed: set[str]) -> None:
 def _check_logprob_chunk(args) -> None:
     if not args.actor.logprob_chunk:
         return
-    for flag, on in (("use_liger_kernel", args.ds.use_liger_kernel), ("tensor_parallel_size > 1", args.ds.tensor_parallel_size > 1)):
-        if on:
-            raise ConfigError(f"--actor.logprob_chunk with --ds.{flag}: lm_head is not a plain product there; use --actor.logprob_chunk 0")
+    clashes = {"use_liger_kernel": args.ds.use_liger_kernel, "tensor_parallel_size > 1": args.ds.tensor_parallel_size > 1}
+    for flag in (flag for flag, on in clashes.items() if on):
+        raise ConfigError(f"--actor.logprob_chunk with --ds.{flag}: lm_head is no plain product there; use --actor.logprob_chunk 0")
 
 
 def _check_schedulers(args) -> None:

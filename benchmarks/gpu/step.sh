@@ -16,7 +16,9 @@ read -r -a more <<<"${QARL_STEP_FLAGS:-}"
 minutes=$(awk "BEGIN { print ($seconds - 50) / 60 }")
 cd "$root"
 for shape in "$@"; do
-    step=("$python" -m qarl_openrlhf.cli.bench_step --shape "$shape" --minutes "$minutes" --out "$out" ${more[@]+"${more[@]}"})
+    # Log-probs in chunks: with all logits of 22,528 tokens at once, 80 GB hold no three depths of the larger shapes.
+    step=("$python" -m qarl_openrlhf.cli.bench_step --shape "$shape" --minutes "$minutes" --out "$out"
+        --actor.logprob_chunk 2048 ${more[@]+"${more[@]}"})
     for part in $parts; do
         case $part in
             engine) piece "$shape rollout and push" "$seconds" "${step[@]}" --only rollout push ;;

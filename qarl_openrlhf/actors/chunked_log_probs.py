@@ -1,15 +1,15 @@
 """Log-probs and entropies of response tokens without their logits: lm_head a chunk of tokens at a time.
 
-The logits of a micro-batch are the largest thing a learner holds: 22,528 tokens of a vocabulary of 151,936 take 13.7 GB in float32,
-three times (themselves, their gradient, what is added to it). Here a chunk's logits exist only while the chunk is at work, in the
-forward and, made again, in the backward; prompt tokens, which no objective looks at, have none.
+The logits of a micro-batch are the largest thing a learner holds: 22,528 tokens of a vocabulary of 151,936 take 13.7 GB in
+float32, three times (themselves, their gradient, what is added to it). Here a chunk's logits exist only while the chunk is at
+work, in the forward and, made again, in the backward; prompt tokens, which no objective looks at, have none.
 
     z = lm_head(h) / temperature       log p(y) = z_y - logsumexp z       H = logsumexp z - sum_v p_v z_v
     d log p(y) / dz_v = [v = y] - p_v                                     dH / dz_v = -p_v (z_v - logsumexp z + H)
 
 Each token's numbers are those of the whole product up to the order of its additions, which a library may choose by the number
-of rows; old and new log-probs are made from the same rows in the same chunks and so are equal bit for bit before the first update. The
-gradient of lm_head is a sum over chunks, in float32, of products rounded to the weight's dtype.
+of rows; old and new log-probs are made from the same rows in the same chunks and so are equal bit for bit before the first
+update. The gradient of lm_head is a sum over chunks, in float32, of products rounded to the weight's dtype.
 """
 
 from contextlib import contextmanager
@@ -98,8 +98,8 @@ class ChunkedHead:
 
     @contextmanager
     def reading(self, rows: Tensor, targets: Tensor, temperature: float, with_entropy: bool):
-        """Within it the model's ``logits`` [B, S, V] are [B, S, 1 or 2]: log-prob and entropy of flat positions ``rows`` [N], for
-        ``targets`` [N]; 0 elsewhere."""
+        """Within it the model's ``logits`` [B, S, V] are [B, S, 1 or 2]: log-prob and entropy at flat positions ``rows`` [N],
+        for ``targets`` [N]; 0 elsewhere."""
         head = self.head
 
         def forward(hidden: Tensor) -> Tensor:
@@ -119,9 +119,10 @@ class ChunkedHead:
         """QuantError, in the first forward, for a model that does not return what its lm_head gives (softcapping, a scale)."""
         if self.checked:
             return
-        if self.made is None or logits.numel() != self.made.numel() or not torch.equal(logits.detach().view_as(self.made), self.made):
+        made, got = self.made, logits.detach()
+        if made is None or got.numel() != made.numel() or not torch.equal(got.view_as(made), made):
             raise QuantError(
-                f"{type(self.network).__name__} changes its logits after lm_head, or has none: log-probs cannot be made in chunks. "
-                "Use --actor.logprob_chunk 0"
+                f"{type(self.network).__name__} changes its logits after lm_head, or has none, so that log-probs cannot be made in "
+                "chunks: use --actor.logprob_chunk 0"
             )
         self.checked = True

@@ -86,21 +86,23 @@ class QuantActor(Actor):
         return (log_probs, output) if return_output else log_probs
 
     def _in_chunks(self, sequences, action_mask, attention_mask, ring_attn_group, return_entropy: bool):
-        """(log-probs float32 [B, S - 1], model output without logits, with ``entropy`` [B, S - 1] if asked for; both 0 elsewhere
-        than at action tokens)."""
+        """(log-probs float32 [B, S - 1], output of the model without logits, with ``entropy`` [B, S - 1] if asked for).
+
+        Both are 0 elsewhere than at action tokens.
+        """
         if self.chunked_head is None:
             self.chunked_head = ChunkedHead(self.network, self.logprob_chunk)
         batch, length = sequences.shape
         acting = torch.nn.functional.pad(action_mask.bool(), (0, 1))  # the last position predicts nothing
         if self.packing_samples:
             ids, position_ids, targets, pad, indices = unpad_and_slice_tensor(sequences, attention_mask, ring_attn_group)
-            # Under ring attention a rank has a slice of the tokens, and no slice of the mask: all of them.
-            rows = acting.flatten()[indices].nonzero()[:, 0] if ring_attn_group is None else torch.arange(ids.numel(), device=ids.device)
-            attention_mask = None
+            acting, attention_mask = acting.flatten()[indices], None
+            if ring_attn_group is not None:  # a rank has a slice of the tokens, and no slice of the mask: all of them
+                acting = torch.ones_like(ids, dtype=torch.bool)
         else:
             ids, targets = sequences, sequences.roll(-1, 1)
             position_ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
-            rows = acting.flatten().nonzero()[:, 0]
+        rows = acting.flatten().nonzero()[:, 0]
         with self.chunked_head.reading(rows, targets.flatten()[rows], self.temperature, return_entropy):
             output = self.model(ids, attention_mask=attention_mask, position_ids=position_ids)
         values = output["logits"]

@@ -82,7 +82,7 @@ class Bounds:
         return max(moved / self.card.bandwidth, operations / self._peak(True) + 2 * sequences * self._other / self.card.bf16)
 
     def rollout(self, prompts: int, samples: int, prompt: int, lengths: list[int]) -> float:
-        """Seconds for a whole rollout: every prompt read once a sample (no prefix cache), then one step a token, all at once."""
+        """Seconds for a rollout: every prompt read once a sample (no prefix cache), then one step a token, all at once."""
         prefill = 2 * prompts * samples * prompt * self.active / self._peak(True)
         total, running, position = prefill, sorted(lengths), 0
         for index, end in enumerate(running):

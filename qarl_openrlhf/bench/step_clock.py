@@ -42,7 +42,7 @@ class PhaseClock:
         return timed
 
     def inside(self, name: str, function, when):
-        """``function``, its device time taken out of the phase around it and charged to ``name``, for calls where ``when(*args)``."""
+        """``function``, its device time charged to ``name`` and not to the phase around it, for calls where ``when(*args)``."""
 
         def timed(*args, **kwargs):
             if not self.stack or not when(*args):

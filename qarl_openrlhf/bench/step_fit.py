@@ -28,7 +28,7 @@ def fit(points: dict[int, float]) -> Line:
 
 
 def full_depth(points: dict[int, float], layers: int) -> tuple[float, Line | None]:
-    """(value at ``layers``, the line it comes from). Measured there: that value, and no line unless three depths were measured."""
+    """(value at ``layers``, the line through all depths, None for fewer than three). Measured there: that value."""
     line = fit(points) if len(points) >= 3 else None
     if layers in points:
         return points[layers], line

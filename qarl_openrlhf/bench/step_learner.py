@@ -1,4 +1,4 @@
-"""The learner's half of a step: OpenRLHF's replay buffer, DeepSpeed, ``QuantActor`` and ``QarlActorTrainer`` on made-up responses."""
+"""The learner's half of a step: replay buffer, DeepSpeed, ``QuantActor`` and ``QarlActorTrainer`` on made-up responses."""
 
 import gc
 import io

@@ -131,12 +131,13 @@ def kv_bytes(
         beside += CONTEXT + kept + 2 * max(bucket_mb * 2**20, int(shape.largest * packed), 2 * shape.largest_other)
     room = int(card_bytes * USABLE) - weights - beside
     a_token = kv_bytes_per_token(shape, tp)
-    one = a_token * (workload.prompt + workload.response)
+    longest = workload.prompt + workload.response
+    one = a_token * longest
     if room < one:
         raise ConfigError(
             f"--schemes {scheme}: no room for a KV cache: engine weights {gib(weights)} and {gib(beside)} beside them leave "
-            f"{gib(max(0, room))} of {gib(card_bytes)}, one response of {workload.prompt + workload.response} tokens needs {gib(one)}: "
+            f"{gib(max(0, room))} of {gib(card_bytes)}, one response of {longest} tokens needs {gib(one)}: "
             "fewer --rollout_layers, a larger --tp, a larger card, or leave the scheme out"
         )
-    blocks = -(-(workload.prompt + workload.response) // 16) + 1
+    blocks = -(-longest // 16) + 1
     return min(room, a_token * 16 * blocks * workload.sequences + 2**28)

@@ -13,6 +13,8 @@ class SettingsDiffer(ValueError):
 class Results:
     """``pieces``: {name: figures}; ``failures``: {name: error}. ``header``: what is the same for all of them.
 
+    Its ``settings``, ``card`` and ``versions`` must be those of the file, ``learner`` too where both have it.
+
     writes: whether this process writes the file (rank 0).
     """
 
@@ -25,11 +27,13 @@ class Results:
             held = json.loads(path.read_text())
             self._require_same(held)
             self.pieces = held["pieces"]
-            self.header = header | {"commands": _joined(held["commands"], header["commands"])}
+            commands = held["commands"] + [command for command in header["commands"] if command not in held["commands"]]
+            self.header = {key: held[key] for key in ("learner",) if key in held} | header | {"commands": commands}
 
     def _require_same(self, held: dict) -> None:
-        for group in ("settings", "card", "versions"):
-            if held.get(group) == self.header[group]:
+        for group in ("settings", "card", "versions", "learner"):
+            both = group in held and group in self.header
+            if held.get(group) == self.header.get(group) or (group == "learner" and not both):
                 continue
             if isinstance(self.header[group], dict):
                 old, new = held.get(group) or {}, self.header[group]
@@ -80,7 +84,3 @@ class Budget:
 
     def took(self, kind: str, seconds: float) -> None:
         self.longest[kind] = max(seconds, self.longest.get(kind, 0.0))
-
-
-def _joined(old: list[str], new: list[str]) -> list[str]:
-    return old + [command for command in new if command not in old]

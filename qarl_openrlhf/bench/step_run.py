@@ -12,7 +12,16 @@ from qarl_openrlhf import runtime
 from qarl_openrlhf.bench import step_learner, sync
 from qarl_openrlhf.bench import step_table as tables
 from qarl_openrlhf.bench.step_learner import recipe_flags, resolve, samples_for
-from qarl_openrlhf.bench.step_plan import SCHEMES, Model, depths, engine_scheme, kv_bytes, learner_problem, learner_scheme, runnable
+from qarl_openrlhf.bench.step_plan import (
+    SCHEMES,
+    Model,
+    depths,
+    engine_scheme,
+    kv_bytes,
+    learner_problem,
+    learner_scheme,
+    runnable,
+)
 from qarl_openrlhf.bench.step_results import Budget, Results
 from qarl_openrlhf.bench.step_workload import Workload
 from qarl_openrlhf.config import ConfigError
@@ -47,7 +56,9 @@ class Job:
         workload = Workload(args.prompt, args.response, args.prompts, args.samples, args.update_samples)
         on_card = device == "cuda" and not planned
         card = args.card if planned else torch.cuda.get_device_name() if on_card else "CPU"
-        memory = int(args.card_gb * GIB) if args.card_gb else torch.cuda.get_device_properties(0).total_memory if on_card else None
+        memory = torch.cuda.get_device_properties(0).total_memory if on_card else None
+        if args.card_gb:
+            memory = int(args.card_gb * GIB)
         full = sync.config_of(args.shape, None).num_hidden_layers
         job = cls(
             args, device, world, workload, schemes, full, args.layers or [full], args.rollout_layers or [full], card, memory,
@@ -75,7 +86,7 @@ class Job:
         for name, given in (("layers", self.layers), ("rollout_layers", self.rollout_layers)):
             if len(given) < 3 and self.full not in given:
                 raise ConfigError(
-                    f"--{name} {','.join(map(str, given))}: to say what all {self.full} layers take, measure them, or three or more "
+                    f"--{name} {_list(given)}: to say what all {self.full} layers take, measure them, or three or more "
                     "other depths (a line through two has no residual)"
                 )
         if self.card_bytes and {"rollout", "push"} & set(self.args.only):
@@ -105,24 +116,32 @@ class Job:
     @property
     def short_card(self) -> str:
         name = next((name for name in ("H200", "H100", "A100") if name in self.card), self.card)
-        return re.sub(r"\W+", "-", name).lower() + (f"-x{self.world}" if self.world > 1 else "")
+        return re.sub(r"\W+", "-", name).lower()
 
     def settings(self) -> dict:
         """What must be the same for two pieces to be of one measurement."""
-        names = ("shape", "prompt", "response", "prompts", "samples", "update_samples", "tokens", "tp", "extra")
-        return {name: getattr(self.args, name) for name in names} | {"transport": self.transport, "world": self.world}
+        names = ("shape", "prompt", "response", "prompts", "samples", "update_samples", "tp")
+        return {name: getattr(self.args, name) for name in names} | {"transport": self.transport}
+
+    def learner_settings(self) -> dict:
+        """The same for pieces of the learner, which rollouts and pushes do not depend on."""
+        return {"tokens": self.args.tokens, "flags": self.args.extra, "world": self.world}
 
     def describe(self) -> str:
         w, a = self.workload, self.args
         lines = [
             f"{a.shape} on {self.card}: {', '.join(self.schemes)}",
-            f"one GPU's share of a step: {w.prompts} prompts of {w.prompt} tokens x {w.samples} responses of at most {w.response}; "
-            f"{w.updates:g} updates of {w.update_samples} responses",
-            f"engine: tensor parallel {a.tp}, {', '.join(map(str, self.rollout_layers))} of {self.full} layers; transport {self.transport}",
-            f"learner: world size {self.world}, {', '.join(map(str, self.layers))} of {self.full} layers, "
+            f"one GPU's share of a step: {w.prompts} prompts of {w.prompt} tokens x {w.samples} responses of at most "
+            f"{w.response}; {w.updates:g} updates of {w.update_samples} responses",
+            f"engine: tensor parallel {a.tp}, {_list(self.rollout_layers)} of {self.full} layers; transport {self.transport}",
+            f"learner: world size {self.world}, {_list(self.layers)} of {self.full} layers, "
             f"micro-batches of {a.tokens} tokens, gradient checkpointing",
         ]
         return "\n".join(lines)
+
+
+def _list(layers: list[int]) -> str:
+    return ", ".join(map(str, layers))
 
 
 def _transport(args, device: str) -> str:
@@ -132,9 +151,9 @@ def _transport(args, device: str) -> str:
     transport = fitting[0] if args.transport == "auto" else args.transport
     if transport == "ipc" and args.tp > 1:
         raise ConfigError(f"--tp {args.tp} with transport ipc: one GPU is shared by one engine rank; use --transport nccl")
-    need = 1 + args.tp if transport == "nccl" else 1
-    if transport == "nccl" and not args.dry_run and torch.cuda.device_count() < need:
-        raise ConfigError(f"--transport nccl with --tp {args.tp} needs {need} GPUs, this machine has {torch.cuda.device_count()}")
+    need, there = 1 + args.tp, torch.cuda.device_count()
+    if transport == "nccl" and not args.dry_run and there < need:
+        raise ConfigError(f"--transport nccl with --tp {args.tp} needs {need} GPUs, this machine has {there}")
     return transport
 
 
@@ -182,7 +201,7 @@ def _engine_piece(job: Job, pair, name: str, layers: int, scheme: str, results: 
     figures |= {"layers": layers, "kv_cache_gib": (job.kv_bytes(scheme, layers) or 0) / GIB, "kernels": pair.kernels()}
     results.put(name, figures)
     budget.took(kind, time.perf_counter() - began)
-    shown = f"{figures['total_ms']:.1f} ms" if part == "push" else f"{figures['seconds']:.2f} s, {figures['tok_per_s']:.0f} tokens/s"
+    shown = f"{figures['total_ms']:.1f} ms" if part == "push" else f"{figures['seconds']:.2f} s, {figures['tok_per_s']:.0f} tok/s"
     print(f"{name}: {shown}", flush=True)
 
 
@@ -196,7 +215,7 @@ def run_learners(job: Job, results: Results, budget: Budget) -> None:
         for layers in job.layers:
             names = {kind: f"learner/{scheme}/{kind}/{layers}" for kind in job.args.lengths}
             missing = {kind: name for kind, name in names.items() if name not in results}
-            if not missing or not budget.allows("learner", ", ".join(missing.values())):
+            if not missing or not _all_ranks(job, budget.allows("learner", ", ".join(missing.values()))):
                 continue
             began = time.perf_counter()
             learner = None
@@ -220,6 +239,15 @@ def run_learners(job: Job, results: Results, budget: Budget) -> None:
             budget.took("learner", time.perf_counter() - began)
 
 
+def _all_ranks(job: Job, willing: bool) -> bool:
+    """Whether all ranks will begin a piece: one that does not would leave the others waiting."""
+    if job.world == 1 or not torch.distributed.is_initialized():
+        return willing
+    votes = torch.tensor(int(willing), device=job.device)
+    torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MIN)
+    return bool(votes)
+
+
 def _learner_line(figures: dict) -> str:
     seconds = "  ".join(f"{name} {value:.3f} s" for name, value in figures["runs"][-1].items())
     memory = f"  peak {figures['peak_gib']:.1f} GiB" if figures["peak_gib"] else ""
@@ -236,10 +264,11 @@ def _failed(results: Results, names: list[str], error: Exception) -> None:
     print(f"failed: {', '.join(names)}: {reason}", flush=True)
 
 
-def summarize(job: Job, pieces: dict) -> dict:
-    """Print the tables of what there is; {kind: {steps, ratios, roofline, fits}}."""
+def summarize(job: Job, pieces: dict, learner: dict) -> dict:
+    """Print the tables of what there is; {kind: {steps, ratios, roofline, fits}}. learner: its settings."""
     summary: dict = {"formula": tables.FORMULA}
-    optimizer = "adam" if "adam" in job.args.extra else "muon"
+    optimizer = "adam" if "adam" in learner["flags"] else "muon"
+    sharded = "the optimizer unsharded on one" if learner["world"] == 1 else f"ZeRO over {learner['world']}"
     for kind in job.args.lengths:
         steps = {s: tables.assemble(pieces, s, kind, job.workload, job.full) for s in job.schemes}
         bounds = {}
@@ -253,21 +282,21 @@ def summarize(job: Job, pieces: dict) -> dict:
         }
         lengths = job.workload.lengths(kind)
         title = (
-            f"{job.args.shape} on {job.card}, {kind} lengths (mean response {sum(lengths) / len(lengths):.0f}): seconds of one GPU's "
-            f"step of {len(lengths)} responses; in brackets the least the card allows. Tensor parallel {job.args.tp}, "
-            f"learner on {job.world} GPU(s), optimizer unsharded on one"
+            f"{job.args.shape} on {job.card}, {kind} lengths (mean response {sum(lengths) / len(lengths):.0f}): seconds of one "
+            f"GPU's step of {len(lengths)} responses; in brackets the least the card allows. Engine: tensor parallel {job.args.tp}; "
+            f"learner: {learner['world']} GPU(s), {sharded}"
         )
         if any(bounds.values()) or pieces:
             tables.show(tables.step_table(title, steps, bounds))
         if lines:
-            tables.show(tables.fit_table(f"learner, {kind} lengths, {job.full} layers from {job.layers}", lines))
+            tables.show(tables.fit_table(f"learner, {kind} lengths, all {job.full} layers", lines))
         summary[kind] = {
             "steps": steps,
             "faster than bf16": {name: tables.ratios(steps, name) for name in ("colocated", "async", *tables.COLUMNS)},
             "roofline": bounds,
             "lines": {
                 scheme: {
-                    phase: {"at_full_depth": value} | ({} if line is None else vars(line)) for phase, (value, line) in found.items()
+                    phase: {"at_full_depth": value} | (vars(line) if line else {}) for phase, (value, line) in found.items()
                 }
                 for scheme, found in lines.items()
             },

@@ -15,8 +15,8 @@ COLUMNS = (ROLLOUT, OLD, TRAIN, OPTIMIZER, QUANTIZE, OTHER, PUSH)
 TOKEN_PHASES, UPDATE_PHASES = (OLD, TRAIN, OTHER), (OPTIMIZER, QUANTIZE)
 _HEADINGS = {OLD: "old logp", TRAIN: "fwd + bwd"}
 FORMULA = (
-    "colocated step = rollout + old log-probs + forward and backward + other + updates x optimizer + (updates - 1) x quantize + push; "
-    "the push quantizes once itself. async step = max(rollout, the learner's phases) + push"
+    "colocated step = rollout + old log-probs + forward and backward + other + updates x optimizer + (updates - 1) x quantize "
+    "+ push; the push quantizes once itself. async step = max(rollout, the learner's phases) + push"
 )
 
 
@@ -32,7 +32,7 @@ def unit_seconds(piece: dict, phase: str) -> float:
 
 
 def learner_at_full_depth(pieces: dict, scheme: str, kind: str, depth: int) -> dict[str, tuple[float, Line | None]]:
-    """{phase: (unit seconds at full depth, line)} of a scheme; {} while fewer than three depths (or the full one) are measured."""
+    """{phase: (unit seconds at full depth, line)} of a scheme; {} while neither three depths nor the full one are measured."""
     head = f"learner/{learner_scheme(scheme)}/{kind}/"
     measured = {int(name.removeprefix(head)): piece for name, piece in pieces.items() if name.startswith(head)}
     if len(measured) < 3 and depth not in measured:

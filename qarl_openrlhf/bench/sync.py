@@ -46,7 +46,8 @@ SHAPES = {
     ),
 }  # fmt: skip
 _MOE = ("architectures", "model_type", "num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-SHAPES["tiny-moe"] = SHAPES["tiny"] | {name: SHAPES["30b-a3b"][name] for name in _MOE} | {"num_experts": 16, "moe_intermediate_size": 128}
+SHAPES["tiny-moe"] = SHAPES["tiny"] | {name: SHAPES["30b-a3b"][name] for name in _MOE}
+SHAPES["tiny-moe"] |= {"num_experts": 16, "moe_intermediate_size": 128}
 
 
 def config_of(shape: str, layers: int | None):
@@ -192,8 +193,8 @@ class Learner:
         from torch.multiprocessing.reductions import reduce_tensor
 
         copy = data.clone()
-        options = options | {"ipc_handles": {get_physical_gpu_id(): reduce_tensor(copy)}}
-        ray.get([engine.update_weight_cuda_ipc.remote(name, dtype=data.dtype, shape=data.shape, **options) for engine in engines])
+        options = options | {"dtype": data.dtype, "shape": data.shape, "ipc_handles": {get_physical_gpu_id(): reduce_tensor(copy)}}
+        ray.get([engine.update_weight_cuda_ipc.remote(name, **options) for engine in engines])
         torch.cuda.synchronize()  # OpenRLHF's barrier after each parameter; a world of one has nobody else to wait for
 
 

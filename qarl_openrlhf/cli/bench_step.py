@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     args.extra = extra
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and args.only != ["learner"]:
-        parser.error("under torchrun only the learner runs: add --only learner, and measure rollouts and pushes without torchrun")
+        parser.error("under torchrun only the learner runs: add --only learner, and measure the rest without torchrun")
     try:
         device = "cuda" if args.dry_run and args.card else runtime.resolve_device(args.device)
         job = Job.of(args, device, world)
@@ -47,15 +47,15 @@ def main(argv: list[str] | None = None) -> int:
             print(f"note: {note}", flush=True)
         print(job.describe(), flush=True)
     if args.dry_run:
-        summarize(job, {})
+        summarize(job, {}, job.learner_settings())
         return 0
 
     header = {
         "commands": [shlex.join(["python", "-m", "qarl_openrlhf.cli.bench_step", *_without(argv, ("--out", "--minutes"))])],
-        "card": job.card if world == 1 else f"{world} x {job.card}",
+        "card": job.card,
         "versions": versions("torch", "vllm", "ray", "transformers", "deepspeed", "openrlhf"),
         "settings": job.settings(),
-    }
+    } | ({"learner": job.learner_settings()} if "learner" in args.only else {})
     try:
         results = Results(Path(args.out) / f"step_{args.shape}{args.name}_{job.short_card}.json", header, writes=rank == 0)
     except SettingsDiffer as error:
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     if "learner" in args.only:
         run_learners(job, results, budget)
     if rank == 0:
-        results.summary = summarize(job, results.pieces)
+        results.summary = summarize(job, results.pieces, results.header.get("learner", job.learner_settings()))
         results.write()
         for name, error in results.failures.items():
             print(f"failed: {name}: {error}")
@@ -82,21 +82,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench_step", description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--shape", default="8b", choices=list(sync.SHAPES))
-    parser.add_argument("--schemes", nargs="+", help="default: bf16 w4a16 w4a16:rollout fp8 w8a8 w4a8, as far as the device runs them")
+    parser.add_argument("--schemes", nargs="+", help="default: all that the device runs")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS, help="measure these parts (the table has all there are)")
-    parser.add_argument("--layers", type=_depths, help="depths of the learner, e.g. 4,8,12; default: the whole model, or what fits")
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS, help="measure these parts")
+    parser.add_argument("--layers", type=_depths, help="depths of the learner, e.g. 4,8,12; default: all, or what fits")
     parser.add_argument("--rollout_layers", type=_depths, help="depths of the engine; default: the whole model")
     parser.add_argument("--prompt", type=_count, default=512, help="tokens of a prompt")
     parser.add_argument("--response", type=_count, default=2048, help="tokens of the longest response")
     parser.add_argument("--prompts", type=_count, default=16, help="prompts of one GPU")
     parser.add_argument("--samples", type=_count, default=8, help="responses a prompt")
     parser.add_argument("--update_samples", type=_count, default=64, help="responses of one GPU in an optimizer step")
-    parser.add_argument("--lengths", nargs="+", default=list(KINDS), choices=KINDS, help="all responses of the longest, or a mixture")
+    parser.add_argument("--lengths", nargs="+", default=list(KINDS), choices=KINDS, help="all of the longest, or a mixture")
     parser.add_argument("--tokens", type=_count, default=22528, help="tokens of a micro-batch of the learner")
     parser.add_argument("--repeats", type=_count, default=2, help="measured rollouts of the learner a depth")
     parser.add_argument("--pushes", type=_count, default=5)
-    parser.add_argument("--transport", default="auto", choices=("auto", "ipc", "nccl", "gloo"), help="auto: ipc on a GPU, gloo on a CPU")
+    parser.add_argument("--transport", default="auto", choices=("auto", "ipc", "nccl", "gloo"), help="auto: ipc, on a CPU gloo")
     parser.add_argument("--tp", type=_count, default=1, help="tensor parallel size of the engine (with nccl)")
     parser.add_argument("--minutes", type=float, default=9, help="no piece is begun that would not end within these")
     parser.add_argument("--dry_run", action="store_true", help="say what would be measured and the roofline of each phase")

@@ -2,7 +2,7 @@
 
     python -m qarl_openrlhf.cli.bench_sync --shape 8b --schemes bf16 w4a16 --transport nccl --openrlhf    two GPUs
     python -m qarl_openrlhf.cli.bench_sync --shape 8b --schemes w4a16 --transport ipc                     one GPU
-    python -m qarl_openrlhf.cli.bench_sync --shape tiny --transport gloo --decode     a CPU: that it runs; the figures say nothing
+    python -m qarl_openrlhf.cli.bench_sync --shape tiny --transport gloo --decode                             a CPU: that it runs
 """
 
 import argparse
@@ -43,10 +43,11 @@ def main(argv: list[str] | None = None) -> None:
     if device == "cpu" and args.openrlhf:
         parser.error("--openrlhf needs GPUs: OpenRLHF's own push has no CPU transport")
     need = 1 if args.transport != "nccl" else 1 + args.tp
-    if device == "cuda" and torch.cuda.device_count() < need:
-        parser.error(f"--transport {args.transport} with --tp {args.tp} needs {need} GPUs, this machine has {torch.cuda.device_count()}")
+    there = torch.cuda.device_count()
+    if device == "cuda" and there < need:
+        parser.error(f"--transport {args.transport} with --tp {args.tp} needs {need} GPUs, this machine has {there}")
     if args.openrlhf and sync.SHAPES[args.shape]["model_type"] == "qwen3_moe":
-        parser.error("--openrlhf pushes a whole model, and of a mixture of experts the learner holds one layer: use a dense --shape")
+        parser.error("--openrlhf pushes a whole model, and of experts the learner holds one layer: use a dense --shape")
     if args.transport == "ipc" and args.tp > 1:
         parser.error(f"--tp {args.tp} with --transport ipc: learner and engine share one GPU; use --transport nccl")
 
@@ -84,7 +85,8 @@ def measure(args, directory: str, scheme: str) -> dict:
     device = "cpu" if args.transport == "gloo" else "cuda"
     share = {"ipc": 0.5, "nccl": 1, "gloo": 0}[args.transport]
     started = time.perf_counter()
-    engine = sync.start_engine(directory, scheme, gpus=share * (args.tp if args.transport == "nccl" else 1), tp=args.tp, device=device)
+    gpus = share * (args.tp if args.transport == "nccl" else 1)
+    engine = sync.start_engine(directory, scheme, gpus=gpus, tp=args.tp, device=device)
     worker = ray.remote(sync.Learner).options(num_gpus=share, num_cpus=0)
     learner = worker.remote(args.shape, args.layers, scheme, device=device)
     try:
@@ -138,12 +140,14 @@ def measure_openrlhf(args, directory: str) -> dict:
     try:
         if args.transport == "nccl":
             ray.get(learner.join_openrlhf.remote([engine]))
-        pushes = [ray.get(learner.push_openrlhf.remote([engine], args.transport)) for _ in range(1 + max(3, args.pushes // 4))][1:]
+        count = 1 + max(3, args.pushes // 4)
+        pushes = [ray.get(learner.push_openrlhf.remote([engine], args.transport)) for _ in range(count)][1:]
     finally:
         ray.kill(learner)
         ray.kill(engine)
         time.sleep(3)
-    row = {"scheme": "bf16, OpenRLHF's own push", "pushes": len(pushes), "p50_ms": statistics.median(pushes), "min_ms": min(pushes)}
+    row = {"scheme": "bf16, OpenRLHF's own push", "pushes": len(pushes), "p50_ms": statistics.median(pushes)}
+    row |= {"min_ms": min(pushes), "all_ms": pushes}
     print("  ".join(f"{k}={_short(v)}" for k, v in row.items()), flush=True)
     return row
 

@@ -248,12 +248,12 @@ def _activations(args, shape: ModelShape, tokens: int, phase: str) -> list[Part]
 
 
 def _logits(args, shape: ModelShape, tokens: int, phase: str, shorter: str) -> Part:
-    """Logits of a micro-batch, or of a chunk of its tokens with lm_head's gradient summed over chunks in float32 beside a chunk's."""
-    chunk, whole = args.actor.logprob_chunk, LOGITS * tokens * shape.vocabulary
+    """Logits of a micro-batch, or of a chunk of it; then also lm_head's gradient, summed in float32, beside a chunk's."""
+    chunk, each = args.actor.logprob_chunk, LOGITS * shape.vocabulary
     if not chunk:
-        return Part("logits", whole, (phase,), f"--actor.logprob_chunk 2048, or {shorter}")
+        return Part("logits", each * tokens, (phase,), f"--actor.logprob_chunk 2048, or {shorter}")
     summed = 6 * shape.vocabulary * shape.hidden if tokens > chunk else 0
-    return Part("logits (a chunk)", min(chunk, tokens) * LOGITS * shape.vocabulary + summed, (phase,), "a smaller --actor.logprob_chunk")
+    return Part("logits (a chunk)", each * min(chunk, tokens) + summed, (phase,), "a smaller --actor.logprob_chunk")
 
 
 def _engine(args, shape: ModelShape, phases: list[str], shared: bool) -> Estimate:

@@ -1,4 +1,4 @@
-"""``--actor.logprob_chunk``: the numbers of the whole product, r = 1 before the first update, and no logits of a whole micro-batch."""
+"""``--actor.logprob_chunk``: the numbers of the whole product, r = 1 before the first update, no logits of a micro-batch."""
 
 import pytest
 import torch
@@ -106,7 +106,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_log_ratio_is_exactly_zero_before_the_first_update(make_learner, rollout, layout, zero):
-    learner = make_learner("qwen2", actor__logprob_chunk=7, ds__zero_stage=zero, actor__entropy_coef=0.01, tied=zero == 3, **LAYOUTS[layout])
+    flags = LAYOUTS[layout] | {"actor__logprob_chunk": 7, "actor__entropy_coef": 0.01, "ds__zero_stage": zero}
+    learner = make_learner("qwen2", tied=zero == 3, **flags)
     fill(learner, rollout())
     learner.actor_loss_fn = recording = RecordingLoss(learner.actor_loss_fn.objective)
     metrics = learner.ppo_train(0.0)
@@ -172,7 +173,13 @@ def test_a_model_that_changes_its_logits_is_refused():
     assert "forward" not in vars(model.lm_head)
 
 
-@pytest.mark.parametrize("flags, message", [({"ds__use_liger_kernel": True, "quant__scheme": "bf16"}, "use_liger_kernel"), ({"actor__logprob_chunk": -1}, "out of range")])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"ds__use_liger_kernel": True, "quant__scheme": "bf16"}, "use_liger_kernel"),
+        ({"actor__logprob_chunk": -1}, "out of range"),
+    ],
+)
 def test_refused(make_learner, capsys, flags, message):
     with pytest.raises((SystemExit, ConfigError)):
         make_learner("llama", **({"actor__logprob_chunk": 4} | flags))

@@ -12,8 +12,8 @@ from qarl_openrlhf.bench.step_workload import Workload
 from qarl_openrlhf.cli import bench_step
 
 WORDS = (
-    "--device cpu --shape tiny --schemes bf16 w4a16 w4a16:rollout --layers 1,2,4 --prompt 8 --response 12 --prompts 2 --samples 2 "
-    "--update_samples 2 --tokens 40 --repeats 1 --pushes 1 --lengths mixed"
+    "--device cpu --shape tiny --schemes bf16 w4a16 w4a16:rollout --layers 1,2,4 --prompt 8 --response 12 --prompts 2 "
+    "--samples 2 --update_samples 2 --tokens 40 --repeats 1 --pushes 1 --lengths mixed --actor.logprob_chunk 16"
 ).split()
 
 
@@ -47,7 +47,8 @@ def test_a_learner_leaves_nothing_behind(tmp_path):
     step_learner.one_rank_environment()
     flags = step_learner.recipe_flags(workload, tokens=32, samples=2, world=1)
     directory = sync.write_config(str(tmp_path), "tiny", 1)
-    learner = step_learner.StepLearner(step_learner.resolve(directory, "w4a16", "cpu", flags, []), sync.config_of("tiny", 1), "cpu")
+    args = step_learner.resolve(directory, "w4a16", "cpu", flags, [])
+    learner = step_learner.StepLearner(args, sync.config_of("tiny", 1), "cpu")
     figures = learner.measure(8, [8, 8, 8, 8], repeats=1)
     assert figures["tokens"] == 64 and figures["runs"][0][OLD] > 0
     held = [weakref.ref(p) for p in learner.trainer.actor.network.parameters()]

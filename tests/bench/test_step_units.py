@@ -62,7 +62,8 @@ def test_measured_updates_have_an_even_number_of_responses():
 
 
 def learner_piece(layers, *, quantize=0.0, per_token=1e-5):
-    seconds = {OLD: per_token * layers * 1000, TRAIN: 4 * per_token * layers * 1000, OTHER: 0.01, OPTIMIZER: 0.2 * layers, QUANTIZE: quantize * layers}
+    forward = per_token * layers * 1000
+    seconds = {OLD: forward, TRAIN: 4 * forward, OTHER: 0.01, OPTIMIZER: 0.2 * layers, QUANTIZE: quantize * layers}
     return {"tokens": 1000, "updates": 2, "runs": [seconds, seconds]}
 
 
@@ -212,7 +213,8 @@ def test_a_plan_for_another_card_prints_its_bounds(capsys):
 
 
 def header(**settings):
-    return {"commands": ["a"], "card": "CPU", "versions": {"torch": "1"}, "settings": {"shape": "tiny", "prompt": 16} | settings}
+    settings = {"shape": "tiny", "prompt": 16} | settings
+    return {"commands": ["a"], "card": "CPU", "versions": {"torch": "1"}, "settings": settings}
 
 
 def test_every_piece_is_on_disk_at_once_and_a_later_run_goes_on(tmp_path):
@@ -237,6 +239,16 @@ def test_pieces_of_other_settings_are_not_mixed(tmp_path):
         Results(path, header() | {"versions": {"torch": "2"}})
     with pytest.raises(SettingsDiffer, match="card CPU, now H100"):
         Results(path, header() | {"card": "H100"})
+
+
+def test_rollouts_may_be_measured_without_the_learners_flags(tmp_path):
+    path = tmp_path / "step.json"
+    Results(path, header() | {"learner": {"world": 4}}).put("learner/bf16/mixed/4", {})
+    Results(path, header()).put("rollout/bf16/mixed/4", {})
+    held = json.loads(path.read_text())
+    assert held["learner"] == {"world": 4} and len(held["pieces"]) == 2
+    with pytest.raises(SettingsDiffer, match="world 4, now 1"):
+        Results(path, header() | {"learner": {"world": 1}})
 
 
 def test_no_piece_is_begun_that_would_not_end_in_time():
