@@ -13,8 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from qarl_openrlhf.report import load_run
+from tests.tiny_models import save_tiny_model
 
 from .conftest import HERE, argv
 
@@ -98,12 +100,16 @@ def start(flags, tiny_model, tmp_path):
         run.end()
 
 
-def test_an_update_that_diverges_names_the_layer(start):
-    run = start({"actor.adam.lr": 1e39})
+def test_a_nan_in_a_master_weight_names_the_layer_before_any_rollout(start, tmp_path):
+    model = tmp_path / "model"
+    save_tiny_model(model, "llama", hidden=128)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    run = start({"actor.model_name_or_path": str(model)})
     assert run.process.wait(400) != 0
-    assert "model.layers.0.self_attn.q_proj" in run.text and "NaN or infinite; the update that wrote" in run.text
-    rows = load_run(run.metrics.parent).rows if run.metrics.exists() else []
-    assert len(rows) <= 1, "a rollout was made on weights that are no numbers"
+    assert "QuantError: model.layers.1.mlp.down_proj: 1 of 32768 weights are NaN or infinite" in run.text
+    assert not run.metrics.exists()
     run.assert_gone()
 
 
