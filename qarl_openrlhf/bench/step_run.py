@@ -25,7 +25,7 @@ from qarl_openrlhf.bench.step_plan import (
 from qarl_openrlhf.bench.step_results import Budget, Results
 from qarl_openrlhf.bench.step_workload import Workload
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.planning.memory import GIB
+from qarl_openrlhf.planning.memory import GIB, kv_bytes_per_token
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Job:
         if self.card_bytes and {"rollout", "push"} & set(self.args.only):
             for scheme in dict.fromkeys(map(engine_scheme, self.schemes)):
                 for layers in self.rollout_layers:
-                    self.kv_bytes(scheme, layers)
+                    self._note_cache(scheme, layers)
 
     @property
     def update_samples(self) -> int:
@@ -106,6 +106,20 @@ class Job:
 
     def directory(self, layers: int | None) -> str:
         return sync.write_config(tempfile.mkdtemp(prefix="qarl-step-"), self.args.shape, layers)
+
+    def _note_cache(self, scheme: str, layers: int) -> None:
+        """ConfigError if no response fits the KV cache, a note if not all do: the others then wait, which takes time."""
+        bytes_ = self.kv_bytes(scheme, layers)
+        if bytes_ is None:
+            return
+        w = self.workload
+        each = kv_bytes_per_token(Model.of(self.args.shape, layers, scheme).shape, self.args.tp)
+        at_once = bytes_ // (each * (w.prompt + w.response))
+        if at_once < w.sequences:
+            self.notes.append(
+                f"{scheme}: the KV cache of {bytes_ / GIB:.1f} GiB holds {at_once} of {w.sequences} responses of the longest kind; "
+                "the others wait for room"
+            )
 
     def kv_bytes(self, scheme: str, layers: int) -> int | None:
         if self.card_bytes is None or self.device == "cpu":
