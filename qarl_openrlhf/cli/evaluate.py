@@ -77,8 +77,10 @@ def run(args) -> dict:
     names = [items[0].task for items in tasks if items]
     if len(set(names)) < len(tasks):
         raise DataError("--tasks: two sets have one name, or one is empty; write NAME=FILE")
-    if any(isinstance(items[0], CodeItem) for items in tasks if items):
+    if programs := [item for items in tasks for item in items if isinstance(item, CodeItem)]:
         sandbox.require()
+        for item in programs:  # a broken one is named now, and not after its programs are sampled
+            item.read_tests()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=out) as scratch:

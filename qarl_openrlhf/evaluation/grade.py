@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 from qarl_openrlhf.evaluation import sandbox
 from qarl_openrlhf.evaluation.code_items import CodeItem, find_program, same_output, same_value
@@ -41,13 +43,15 @@ class CodeGrader:
 
     def verdicts(self, answers: list[str | None], items: list[CodeItem]) -> list[tuple[bool, str]]:
         """(right, "ok", or what happened at which test) of each program. DataError where the sandbox does not close."""
-        tests = {item.index: item.read_tests() for item in items}
+        # An item's programs come one after another, and its tests may take hundreds of megabytes: only the last few are kept.
+        tests_of = lru_cache(maxsize=self.workers)(CodeItem.read_tests)
         with ThreadPoolExecutor(self.workers) as threads:
-            return list(threads.map(lambda program, item: self._verdict(program, item, tests[item.index]), answers, items))
+            return list(threads.map(lambda program, item: self._verdict(program, item, tests_of), answers, items))
 
-    def _verdict(self, program: str | None, item: CodeItem, tests: list) -> tuple[bool, str]:
+    def _verdict(self, program: str | None, item: CodeItem, tests_of: Callable[[CodeItem], list]) -> tuple[bool, str]:
         if program is None:
             return False, "no answer"
+        tests = tests_of(item)
         for number, test in enumerate(tests, 1):
             if item.function:
                 arguments = [json.loads(line) for line in test.input.split("\n") if line.strip()]

@@ -116,7 +116,7 @@ def test_served_log_probs_are_the_learners(tmp_path, scheme, flags):
         said = post(address, prompt="1 + 1 =", max_tokens=4, temperature=0)
     print(f"{scheme} {'by our method' if flags else 'by vLLM'}: {comparison}")
     assert comparison.mean < v.TOLERANCE
-    if scheme != "bf16":  # and not another model's: the BF16 weights are further away
+    if scheme.startswith("w4a16"):  # and not the BF16 weights', which are further away (those of 8 bits are not)
         plain, _ = load_learner(base, QuantScheme.parse("bf16"))
         assert v.compare(v.learner_log_probs(plain, ids), mine).mean > 2 * comparison.mean
     assert said["usage"]["completion_tokens"] == 4 and said["choices"][0]["text"]

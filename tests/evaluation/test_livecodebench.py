@@ -102,11 +102,12 @@ class Evil:
     ],
 )
 def test_broken_rows_are_named(tmp_path, monkeypatch, change, message):
+    """Before a model is looked for, let alone sampled from."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "broken.jsonl"
     path.write_text(json.dumps(row(1, [("1", "2"), ("2", "3")]) | change))
-    with pytest.raises(DataError, match=message):
-        load_items(str(path))[0].read_tests()
+    with pytest.raises(SystemExit, match=message):
+        evaluate.main(["no/model", "--out", "out", "--tasks", str(path)])
     assert not (tmp_path / "hit").exists()
 
 
