@@ -15,7 +15,8 @@ from qarl_openrlhf.runtime import placement_group
 
 
 def install(args, startup: Startup | None = None):
-    """Returns OpenRLHF's ``train`` function, which now builds our classes (this process only). ``startup`` hears what it waits for."""
+    """Returns OpenRLHF's ``train`` function, which now builds our classes (this process only) and tells ``startup`` what it
+    waits for."""
     startup = startup or Startup(show=lambda line, flush: None)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # The controller writes the run directory, which the driver reads: same node.

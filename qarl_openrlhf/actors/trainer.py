@@ -59,8 +59,10 @@ class ReportingTrainer:
         self.sync_metrics = ray.get(self.actor_model_group.async_run_method(method_name="publish_metrics"))[0]
         if not self.published:
             self.published = True
-            sent, seconds = self.sync_metrics["sync/bytes"], self.sync_metrics["timing/publish"]
-            self.metrics_writer.note(f"start: first publish, {sent / 1e6:.1f} MB to each engine and verified, {seconds:.1f} s; first rollout ...")
+            sent, seconds = self.sync_metrics["sync/bytes"] / 1e6, self.sync_metrics["timing/publish"]
+            self.metrics_writer.note(
+                f"start: first publish, {sent:.1f} MB to each engine and verified, {seconds:.1f} s; first rollout ..."
+            )
 
     def train_step(self, rollout_samples, global_step: int):
         started = time.perf_counter()

@@ -28,7 +28,8 @@ def describe(args, resources, defaults: dict | None = None) -> tuple[str, list[s
     try:
         shape = ModelShape.of(model, plan, config)
     except AttributeError as error:
-        memory, problems = f"not estimated: {type(model).__name__} is built otherwise than the decoders known here ({error})", []
+        memory = f"not estimated: {type(model).__name__} is built otherwise than the decoders known here ({error})"
+        problems = []
     else:
         memory, problems = memory_report(args, shape)
     samples = args.rollout.batch_size * args.rollout.n_samples_per_prompt
@@ -85,15 +86,20 @@ def _objective(args) -> list[str]:
     if not name:
         return [f"OpenRLHF's own loss, --actor.policy_loss_type {args.actor.policy_loss_type}"]
     known = {key: flag.default for key, flag in objective_hyperparameters(name).items()}
-    return [name, *(f"--objective.{key} {given.get(key, value)}{'' if key in given else '  (default)'}" for key, value in known.items())]
+    rows = [f"--objective.{key} {given.get(key, default)}" + ("" if key in given else "  (default)") for key, default in known.items()]
+    return [name, *rows]
 
 
 def _kernels(args) -> list[str]:
     scheme = QuantScheme.parse(args.quant.scheme)
     if args.device == "cpu":
-        how = "BF16 products of the CPU" if cpu_multiplies_bf16() else "float32 products rounded to BF16 once (no AVX512-BF16, no AMX)"
-        return [f"learner and engine: torch, {how}"]
-    chosen = {"auto": "the fastest known for each shape, noted when the run has chosen", "triton": "ours, in Triton", "torch": "torch references"}
+        slow = "float32 products rounded to BF16 once (no AVX512-BF16, no AMX)"
+        return [f"learner and engine: torch, {'BF16 products of the CPU' if cpu_multiplies_bf16() else slow}"]
+    chosen = {
+        "auto": "the fastest known for each shape, noted when the run has chosen",
+        "triton": "ours, in Triton",
+        "torch": "torch references",
+    }
     engine = "vLLM's own for this scheme, noted when the engine has loaded" if scheme.quantized else "vLLM's BF16"
     return [f"learner: {chosen[args.quant.kernel] if scheme.aligned else 'BF16'}", f"engine: {engine}"]
 
@@ -113,7 +119,7 @@ def _planned(args, config) -> tuple[torch.nn.Module, ConversionReport]:
 
 
 def check_layers(args) -> None:
-    """Every layer the scheme quantizes must fit it at the engine's tensor parallel size; ``QuantError`` names the first that does not.
+    """Every layer the scheme quantizes must fit it at the engine's tensor parallel size; ``QuantError`` names the first that doesn't.
 
     ConfigError for a config.json that makes no model, or whose heads do not divide.
     """

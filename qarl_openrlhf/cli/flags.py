@@ -53,7 +53,9 @@ def _add_quantization(group) -> None:
 
 def _add_run(group) -> None:
     group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda where torch sees a GPU")
-    group.add_argument("--metrics.dir", default=None, metavar="DIR", help="run directory: metrics.jsonl, plots (default: --ckpt.output_dir)")
+    group.add_argument(
+        "--metrics.dir", default=None, metavar="DIR", help="run directory: metrics.jsonl, plots (default: --ckpt.output_dir)"
+    )
     group.add_argument(
         "--ckpt.load_tag",
         default=None,
@@ -63,8 +65,8 @@ def _add_run(group) -> None:
     group.add_argument(
         "--dry_run",
         action="store_true",
-        help="print the flags that differ from their defaults, the quantization plan, memory and resources, and whether the run fits; "
-        "start nothing",
+        help="print the flags that differ from their defaults, the quantization plan, memory and resources, and whether the run "
+        "fits; start nothing",
     )
     group.add_argument("--dry_run_all", action="store_true", help="a --dry_run that prints every flag")
     group.add_argument(
@@ -76,13 +78,16 @@ def _add_run(group) -> None:
     )
     group.add_argument("--ray.log_to_driver", action="store_true", help="show the log of every Ray worker in this terminal")
     group.add_argument(
-        "--verbose", action="store_true", help="also show notes and warnings that say only what this machine is: no GPU, no flash-attn"
+        "--verbose", action="store_true", help="also show notes that say only what this machine is: no GPU, no flash-attn"
     )
 
 
 def _add_sync(group) -> None:
     group.add_argument(
-        "--sync.transport", default="auto", choices=["auto", "gloo", "nccl", "ipc"], help="how packed tensors reach the engines: gloo on a CPU, ipc on a shared GPU, nccl between GPUs"
+        "--sync.transport",
+        default="auto",
+        choices=["auto", "gloo", "nccl", "ipc"],
+        help="how packed tensors reach the engines: gloo on a CPU, ipc on a shared GPU, nccl between GPUs",
     )
     group.add_argument("--sync.bucket_mb", type=float, default=256, help="size of one flat buffer of the push, MiB")
     group.add_argument("--sync.timeout_s", type=float, default=300, help="a push that takes longer fails, naming the engine")
@@ -94,7 +99,10 @@ def _add_sync(group) -> None:
     )
     group.add_argument("--sync.probe_every", type=int, default=1, help="compare log-probs of a fixed text every N pushes")
     group.add_argument(
-        "--sync.probe_tol", type=float, default=0.3, help="largest mean |delta logp| of that text, in nats, that is still the same weights"
+        "--sync.probe_tol",
+        type=float,
+        default=0.3,
+        help="largest mean |delta logp| of that text, in nats, that is still the same weights",
     )
 
 
@@ -108,7 +116,10 @@ def _add_model(group) -> None:
         help="let --rollout.top_p < 1 run although sampler and learner then have different distributions",
     )
     group.add_argument(
-        "--reward.timeout_s", type=float, default=300, help="a reward function or server that takes longer ends the run with an error"
+        "--reward.timeout_s",
+        type=float,
+        default=300,
+        help="a reward function or server that takes longer ends the run with an error",
     )
     group.add_argument(
         "--model.max_positions",

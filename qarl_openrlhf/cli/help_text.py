@@ -46,8 +46,11 @@ def arrange(parser: argparse.ArgumentParser) -> None:
         action.help = with_default(action)
         if action.metavar is None and action.choices is None and action.nargs != 0:
             action.metavar = METAVARS.get(action.type, "TEXT")
-    parser.usage = "%(prog)s --actor.model_name_or_path M --data.prompt_dataset P --reward.remote_url R --vllm.num_engines N [flags]"
-    parser.description = "Trains M with QaRL. Only these four have no default; all flags of OpenRLHF 0.11.2's train_ppo_ray work here."
+    needed = "--actor.model_name_or_path M --data.prompt_dataset P --reward.remote_url R --vllm.num_engines N"
+    parser.usage = f"%(prog)s {needed} [flags]"
+    parser.description = (
+        "Trains M with QaRL. Only these four have no default; all flags of OpenRLHF 0.11.2's train_ppo_ray work here."
+    )
 
 
 def with_default(action: argparse.Action) -> str | None:

@@ -1,7 +1,7 @@
 """Main memory of a run on a CPU: learner, engines and the rest share one machine, and the kernel kills whoever asks last.
 
-Weights, optimizer state, copies and caches are counted; what a Python process with PyTorch or vLLM takes beside them is measured
-(proportional set sizes at one learner and one engine; tests/planning/test_host_memory.py has the runs).
+Weights, optimizer state, copies and caches are counted; what a Python process with PyTorch or vLLM takes beside them is
+measured (proportional set sizes at one learner and one engine; tests/planning/test_host_memory.py has the runs).
 """
 
 import os
@@ -105,5 +105,7 @@ def host_report(args, shape: ModelShape, machine: int | None = None) -> tuple[st
             f"({gib(largest.bytes)}) with {largest.advice}, or take a smaller model"
         )
     if responses < 1:
-        problems.append(f"no KV cache for one response of --data.max_len {args.data.max_len}: raise {KV_VARIABLE} (GiB), or lower --data.max_len")
+        problems.append(
+            f"no KV cache for one response of --data.max_len {args.data.max_len}: raise {KV_VARIABLE} (GiB), or lower --data.max_len"
+        )
     return "\n".join(lines), problems

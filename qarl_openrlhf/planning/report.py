@@ -16,7 +16,10 @@ def card_bytes(args) -> int | None:
 
 
 def memory_report(args, shape: ModelShape) -> tuple[str, list[str]]:
-    """(table, problems): bytes a GPU by part and phase, or of main memory on a CPU; every problem names the part to lower and the flag for it."""
+    """(table, problems): bytes a GPU by part and phase, or of main memory on a CPU.
+
+    Every problem names the part to lower and the flag for it.
+    """
     if args.device == "cpu":
         return host_report(args, shape)
     card = card_bytes(args)

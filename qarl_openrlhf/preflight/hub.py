@@ -38,7 +38,9 @@ def settle(flat) -> list[str]:
     for flag, kind, name in remote:
         if not is_cached(kind, name):
             here = "directory" if kind == "models" else "file or directory"
-            raise ConfigError(f"--{flag} {name} is no {here} here and not in the cache of the hub, and {why}: name a local {here}, or download it first")
+            raise ConfigError(
+                f"--{flag} {name} is no {here} here and not in the cache of the hub, and {why}: name a local {here}, or download it first"
+            )
     os.environ["HF_HUB_OFFLINE"] = "1"
     return [f"{', '.join(name for *_, name in remote)}: from the cache of the hub, since {why}"]
 
@@ -73,7 +75,8 @@ def reachable(url: str) -> bool:
 
 def is_cached(kind: str, name: str) -> bool:
     """Whether the hub's cache on this machine has any version of a model or data set."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = os.environ.get("HF_HOME") or os.path.join(caches, "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     snapshots = os.path.join(cache, f"{kind}--{name.replace('/', '--')}", "snapshots")
     return os.path.isdir(snapshots) and bool(os.listdir(snapshots))

@@ -26,7 +26,8 @@ class Report:
 def write_report(arms: dict[str, list[str | os.PathLike]], out: str | os.PathLike) -> Report:
     """Reads the runs of each arm ({name: [run directory, ...]}) and writes NAME.png files and report.txt into `out`.
 
-    A picture whose metrics no run has, or with shares of 0 alone, is skipped with a note. Raises ReportError for a directory without metrics.
+    A picture whose metrics no run has, or with shares of 0 alone, is skipped with a note. Raises ReportError for a directory
+    without metrics.
     """
     runs = {name: [load_run(directory) for directory in directories] for name, directories in arms.items()}
     notes = [note for group in runs.values() for run in group for note in run.notes]

@@ -50,7 +50,9 @@ def _prob_names(histograms: Histograms) -> list[str]:
     return [f"p ≤ {edges[0]:g}", *(f"{a:g} to {b:g}" for a, b in zip(edges, edges[1:])), f"p > {edges[-1]:g}"]
 
 
-def _on_log_ratios(arms: Arms, name: str, title: str, draw, *, xlabel: str | None = None, what: str = "tokens") -> tuple[Figure, Panels] | None:
+def _on_log_ratios(
+    arms: Arms, name: str, title: str, draw, *, xlabel: str | None = None, what: str = "tokens"
+) -> tuple[Figure, Panels] | None:
     """Panels over a symmetric log axis of log-ratios; ``draw(axis, counts, edges, histograms)`` fills one."""
     made = _grid(arms, name, title)
     if made is None:

@@ -90,6 +90,9 @@ def test_paths(page):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file() or (ROOT / module.replace(".", "/")).is_dir(), module
 
 
+ADDS_FLAGS = ("add_argument", "add")
+
+
 @cache
 def flags() -> frozenset[str]:
     """Of every command of the package, of the benchmarks and of the scripts."""
@@ -98,8 +101,9 @@ def flags() -> frozenset[str]:
     found = {option for action in host.parser._actions for option in action.option_strings}
     for path in [*(ROOT / "qarl_openrlhf").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("add_argument", "add"):
-                found |= {word.value for word in node.args if isinstance(word, ast.Constant) and str(word.value).startswith("--")}
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ADDS_FLAGS:
+                words = [word.value for word in node.args if isinstance(word, ast.Constant)]
+                found |= {word for word in words if str(word).startswith("--")}
     for path in [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "benchmarks").rglob("*.sh")]:
         for case in re.findall(r"^\s*(--[\w -]*(?:\| *--[\w-]+ *)*)\)", path.read_text(encoding="utf-8"), re.MULTILINE):
             found |= set(re.findall(r"--[\w-]+", case))
@@ -120,8 +124,8 @@ def test_flags(page):
 
 
 def test_the_checks_find_what_is_wrong(tmp_path):
-    assert missing("scripts/no_such.sh") and missing("train_no_such.sh") and missing("quant/no_such.py") and missing("tests/gpu/no_such*.py")
-    assert not missing("scripts/quickstart.sh") and not missing("sync/manifest.py") and not missing("metrics/") and not missing("runs/x.sh/y")
+    assert all(map(missing, ("scripts/no_such.sh", "train_no_such.sh", "quant/no_such.py", "tests/gpu/no_such*.py")))
+    assert not any(map(missing, ("scripts/quickstart.sh", "sync/manifest.py", "metrics/", "runs/x.sh/y")))
     assert slug("The reward for `mathematics`, now") == "the-reward-for-mathematics-now"
     page = tmp_path / "page.md"
     page.write_text("[a](none.md) [b](#no-such) `scripts/none.sh`\n\n    python -m qarl_openrlhf.cli.train_qarl --no.such 1\n")
