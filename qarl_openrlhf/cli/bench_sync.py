@@ -2,7 +2,7 @@
 
     python -m qarl_openrlhf.cli.bench_sync --shape 8b --schemes bf16 w4a16 --transport nccl --openrlhf    two GPUs
     python -m qarl_openrlhf.cli.bench_sync --shape 8b --schemes w4a16 --transport ipc                     one GPU
-    python -m qarl_openrlhf.cli.bench_sync --shape tiny --transport gloo --decode                             a CPU: that it runs
+    python -m qarl_openrlhf.cli.bench_sync --shape tiny --transport gloo --decode                 a CPU: that it runs
 """
 
 import argparse
@@ -21,41 +21,22 @@ import torch
 
 from qarl_openrlhf import runtime
 from qarl_openrlhf.bench import sync
+from qarl_openrlhf.bench.step_plan import runnable
+from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.quant.errors import QuantError
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench_sync", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="8b", choices=list(sync.SHAPES))
-    parser.add_argument("--schemes", nargs="+", default=["bf16", "w4a16"])
-    parser.add_argument("--transport", default="nccl", choices=("nccl", "ipc", "gloo"))
-    parser.add_argument("--pushes", type=int, default=20)
-    parser.add_argument("--layers", type=int, help="fewer decoder layers")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size of the engine")
-    parser.add_argument("--bucket_mb", type=int, default=512)
-    parser.add_argument("--verify", default="checksum", choices=("checksum", "off"))
-    parser.add_argument("--openrlhf", action="store_true", help="also OpenRLHF's own BF16 push, one RPC a parameter")
-    parser.add_argument("--decode", action="store_true", help="decode speed after the first and after the last push")
-    parser.add_argument("--out", default="benchmarks/results")
+    parser = _parser()
     args = parser.parse_args(argv)
     device = "cpu" if args.transport == "gloo" else "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"no CUDA device for --transport {args.transport}; on a CPU only gloo runs, to see that everything does")
-    if device == "cpu" and args.openrlhf:
-        parser.error("--openrlhf needs GPUs: OpenRLHF's own push has no CPU transport")
     need = 1 if args.transport != "nccl" else 1 + args.tp
-    there = torch.cuda.device_count()
-    if device == "cuda" and there < need:
-        parser.error(f"--transport {args.transport} with --tp {args.tp} needs {need} GPUs, this machine has {there}")
-    if args.openrlhf and sync.SHAPES[args.shape]["model_type"] == "qwen3_moe":
-        parser.error("--openrlhf pushes a whole model, and of experts the learner holds one layer: use a dense --shape")
-    if args.transport == "ipc" and args.tp > 1:
-        parser.error(f"--tp {args.tp} with --transport ipc: learner and engine share one GPU; use --transport nccl")
-
+    _refuse(parser, args, device, need)
     environment = runtime.set_environment(device)
     runtime.start_ray(device, runtime.ResourcePlan({"bench": need}), environment, log_to_driver=False)
     directory = sync.write_config(tempfile.mkdtemp(), args.shape, args.layers)
     record = {
-        "command": "python -m qarl_openrlhf.cli.bench_sync " + " ".join(_without_out(argv or sys.argv[1:])),
+        "command": "python -m qarl_openrlhf.cli.bench_sync " + " ".join(_without_out(sys.argv[1:] if argv is None else argv)),
         "card": f"{need} x {torch.cuda.get_device_name()}" if device == "cuda" else "CPU",
         "versions": versions("torch", "vllm", "ray", "transformers"),
         "environment": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
@@ -70,6 +51,41 @@ def main(argv: list[str] | None = None) -> None:
         record["rows"].append(job())
         path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {path}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench_sync", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", default="8b", choices=list(sync.SHAPES))
+    parser.add_argument("--schemes", nargs="+", default=["bf16", "w4a16"])
+    parser.add_argument("--transport", default="nccl", choices=("nccl", "ipc", "gloo"))
+    parser.add_argument("--pushes", type=int, default=20)
+    parser.add_argument("--layers", type=int, help="fewer decoder layers")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size of the engine")
+    parser.add_argument("--bucket_mb", type=int, default=512)
+    parser.add_argument("--verify", default="checksum", choices=("checksum", "off"))
+    parser.add_argument("--openrlhf", action="store_true", help="also OpenRLHF's own BF16 push, one RPC a parameter")
+    parser.add_argument("--decode", action="store_true", help="decode speed after the first and after the last push")
+    parser.add_argument("--out", default="benchmarks/results")
+    return parser
+
+
+def _refuse(parser: argparse.ArgumentParser, args, device: str, need: int) -> None:
+    """End the command, before anything starts, for what cannot be measured."""
+    if args.openrlhf and sync.SHAPES[args.shape]["model_type"] == "qwen3_moe":
+        parser.error("--openrlhf pushes a whole model, and of experts the learner holds one layer: use a dense --shape")
+    if args.openrlhf and device == "cpu":
+        parser.error("--openrlhf needs GPUs: OpenRLHF's own push has no CPU transport")
+    if args.transport == "ipc" and args.tp > 1:
+        parser.error(f"--tp {args.tp} with --transport ipc: learner and engine share one GPU; use --transport nccl")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"no CUDA device for --transport {args.transport}; on a CPU only gloo runs, to see that everything does")
+    there = torch.cuda.device_count()
+    if device == "cuda" and there < need:
+        parser.error(f"--transport {args.transport} with --tp {args.tp} needs {need} GPUs, this machine has {there}")
+    try:
+        args.schemes, _ = runnable(args.schemes, device)
+    except (ConfigError, QuantError) as error:
+        parser.error(str(error))
 
 
 def result_name(args, card: str) -> str:

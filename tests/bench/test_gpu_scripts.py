@@ -1,0 +1,100 @@
+"""The scripts of benchmarks/gpu without a GPU: what they would run parses, so that no machine is lent for a typing error."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qarl_openrlhf.ablation.plan import split_flags
+from qarl_openrlhf.cli import ablate_objectives, bench_kernels, bench_step, bench_sync
+from qarl_openrlhf.cli.flags import add_flags
+from qarl_openrlhf.cli.host import HostCommandLine
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(name: str, *words: str, **environment: str) -> subprocess.CompletedProcess:
+    given = {"QARL_DRY_RUN": "1", "QARL_PYTHON": "python", "PATH": os.environ["PATH"]} | environment
+    command = ["bash", str(ROOT / "benchmarks" / "gpu" / f"{name}.sh"), *words]
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=60, check=False)
+
+
+def commands(name: str, *words: str, **environment: str) -> list[tuple[int, str, list[str]]]:
+    """(seconds, module, words after it) of each piece."""
+    done = script(name, *words, **environment)
+    assert done.returncode == 0, done.stderr
+    pieces = []
+    for line in done.stdout.splitlines():
+        seconds, *rest = shlex.split(line.partition(": timeout ")[2])
+        at = rest.index("-m")
+        pieces.append((int(seconds), rest[at + 1], rest[at + 2 :]))
+    return pieces
+
+
+def test_every_step_command_parses_and_ends_in_time():
+    found = commands("step", "1.5b", "7b", "8b", "30b-a3b", QARL_STEP_FLAGS="--lengths mixed --schemes bf16 w4a16")
+    assert len(found) == 8
+    for seconds, module, words in found:
+        assert module == "qarl_openrlhf.cli.bench_step"
+        args, extra = bench_step._parser().parse_known_args(words)
+        assert extra == ["--actor.logprob_chunk", "2048"] and args.lengths == ["mixed"] and args.schemes == ["bf16", "w4a16"]
+        assert 60 * args.minutes < seconds < 600
+
+
+def test_every_push_command_parses_and_is_refused_by_nothing_but_the_missing_gpu(capsys):
+    found = commands("transports")
+    assert [words[words.index("--transport") + 1] for _, _, words in found] == ["nccl", "nccl", "nccl", "ipc", "ipc"]
+    for seconds, module, words in found:
+        assert module == "qarl_openrlhf.cli.bench_sync" and seconds < 600
+        assert bench_sync._parser().parse_args(words).pushes == 20 and "--decode" in words
+        with pytest.raises(SystemExit):
+            bench_sync.main(words)
+        assert "no CUDA device" in capsys.readouterr().err
+    assert sum("--openrlhf" in words for _, _, words in found) == 2
+
+
+def test_every_kernel_family_exists():
+    assert [words[0] for _, _, words in commands("kernels")] == list(bench_kernels.FAMILIES)
+
+
+def test_every_run_of_the_learning_groups_has_flags_that_exist():
+    (_, policy, words), *runs = commands("learning", QARL_LEARNING_FLAGS="--actor.optim adam")
+    from qarl_openrlhf.data import small_qwen3
+
+    given = small_qwen3.make_parser().parse_args(words)
+    assert policy == "qarl_openrlhf.data.small_qwen3" and given.hidden % 256 == given.intermediate % 256 == 0
+    assert len(runs) == 9 + 3 + 3
+    host = HostCommandLine()
+    add_flags(host.parser)
+    known = {flag for action in host.parser._actions for flag in action.option_strings}
+    for _, module, words in runs:
+        args, shared = ablate_objectives._parser().parse_known_args(words)
+        assert module == "qarl_openrlhf.cli.ablate_objectives" and args.arms and args.seeds
+        assert {f"--{name}" for name, _ in split_flags(shared)} <= known
+        host.parser.parse_args(shared)
+
+
+@pytest.mark.parametrize(
+    "name, words, environment, message",
+    [
+        ("step", ["9b"], {}, "there is no piece 9b: there are 1.5b 7b 8b 30b-a3b"),
+        ("transports", ["nvlink"], {}, "there is no piece nvlink"),
+        ("learning", [], {"QARL_LEARNING_JOBS": "two"}, "QARL_LEARNING_JOBS=two: use a whole number"),
+        ("step", [], {"QARL_STEP_PARTS": "engines"}, "there is no piece engines"),
+    ],
+)
+def test_a_wrong_word_ends_the_script_before_it_starts(name, words, environment, message):
+    done = script(name, *words, **environment)
+    assert done.returncode == 2 and message in done.stderr and not done.stdout
+
+
+def test_a_piece_that_fails_or_runs_over_does_not_keep_the_next_from_running(tmp_path):
+    common = ROOT / "benchmarks" / "gpu" / "common.sh"
+    body = f"source {common}\npiece bad 5 false\npiece late 1 sleep 30\npiece good 5 echo ran\nfinish\n"
+    path = tmp_path / "three.sh"
+    path.write_text(body)
+    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "ran\n== good: done" in done.stdout and "late: ended with status 124" in done.stdout
+    assert "not done: bad late" in done.stderr
