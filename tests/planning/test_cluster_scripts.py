@@ -6,6 +6,7 @@ raylets of the cluster are then on this machine.
 """
 
 import os
+import random
 import shlex
 import socket
 import subprocess
@@ -70,33 +71,26 @@ def test_wrong_recipes_and_places_are_refused(tmp_path):
     assert not (tmp_path / "srun.log").exists()
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as attempt:
+        return attempt.connect_ex(("127.0.0.1", port)) != 0
+
+
 @pytest.mark.slow
 def test_two_nodes_join_and_the_recipe_runs_on_the_first(tmp_path):
-    with socket.socket() as free:
-        free.bind(("", 0))
-        while not 20000 <= free.getsockname()[1] < 40000:
-            free.close()
-            free = socket.socket()
-            free.bind(("", 0))
-        port = free.getsockname()[1]
+    port = next(port for port in random.sample(range(20000, 30000), 100) if is_free(port))
     venv = Path(sys.executable).parents[1]
     flags = ["--actor.model_name_or_path", str(MODEL), "--dry_run", "--dry_run_gpu_gb", "80"]
     job = run(
         tmp_path, "train_qwen3_30b_a3b.sh", *flags, venv=venv, job=port - 20000, ARM="rollout", QARL_GPUS_PER_NODE="8",
         RAY_raylet_start_wait_time_s="180",
     )  # fmt: skip
-    family = psutil.Process(job.pid)
     try:
-        # The pipes stay open while `ray start --block` runs, as it does until Slurm ends the job.
-        job.wait(420)
-        started = [
-            process
-            for process in psutil.process_iter(["environ"])
-            if (process.info["environ"] or {}).get("SRUN_LOG") == str(tmp_path / "srun.log")
-        ]
-    finally:
-        for process in [*(family.children(recursive=True) if family.is_running() else []), *started]:
-            process.kill() if process.is_running() else None
+        job.wait(500)
+    finally:  # in an allocation, Slurm ends the steps in which `ray start --block` runs
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("SRUN_LOG") == str(tmp_path / "srun.log"):
+                process.kill()
     output, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors[-3000:]
     steps = [shlex.split(line) for line in (tmp_path / "srun.log").read_text().splitlines()]
