@@ -18,9 +18,10 @@ class PortError(ResourceError):
 def holder(port: int) -> str:
     """What listens on a TCP port of this host, as words: "python3 (process 12)"."""
     try:
-        found = [c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN]
+        listening = [c for c in psutil.net_connections("tcp") if c.laddr and c.status == psutil.CONN_LISTEN]
     except psutil.AccessDenied:
         return "a process that this user may not see"
+    found = [c for c in listening if c.laddr.port == port]
     for connection in found:
         if connection.pid is not None:
             return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
@@ -44,9 +45,9 @@ def require_ray_head(address: str, timeout_s: float = 15.0) -> None:
         except grpc.FutureTimeoutError:
             pass
     raise PortError(
-        f"RAY_ADDRESS {address}: no Ray head answered within {timeout_s:g} s. {_what_is_at(host, int(port))}. Give the address that "
-        "`ray start --head` printed (`ray status --address HOST:PORT` tries it), or unset RAY_ADDRESS: the run then starts a head "
-        "of its own"
+        f"RAY_ADDRESS {address}: no Ray head answered within {timeout_s:g} s. {_what_is_at(host, int(port))}. Give the address "
+        "that `ray start --head` printed (`ray status --address HOST:PORT` tries it), or unset RAY_ADDRESS: the run then starts "
+        "a head of its own"
     )
 
 

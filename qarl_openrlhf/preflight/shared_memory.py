@@ -1,7 +1,7 @@
 """/dev/shm: where it is too small, an engine of several ranks does not start, and only a worker's log says why.
 
-vLLM makes ring buffers between an engine and its ranks, sparse files of up to 252 MB, and refuses to if that is not free; on a CPU
-each rank also fills 4 MB a thread for its collectives. An engine of one rank takes 12 KB (measured, vLLM 0.29). Ray's
+vLLM makes ring buffers between an engine and its ranks, sparse files of up to 252 MB, and refuses to if that is not free; on a
+CPU each rank also fills 4 MB a thread for its collectives. An engine of one rank takes 12 KB (measured, vLLM 0.29). Ray's
 object store is not counted: where there is no room for it, it lies on disk. NCCL's part is doctor's to check.
 """
 
@@ -33,7 +33,7 @@ def needed(engines: int, ranks: int, threads: int = 0) -> int:
 
 
 def check_shared_memory(args, directory: str = DIRECTORY) -> None:
-    """ConfigError naming the bytes that are needed and those that are there. Not on a cluster, whose other hosts are not seen."""
+    """ConfigError naming the bytes that are needed and there. Not on a cluster, whose other hosts are not seen."""
     if os.environ.get("RAY_ADDRESS"):
         return
     engines, ranks = args.vllm.num_engines, args.vllm.tensor_parallel_size

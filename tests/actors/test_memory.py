@@ -70,7 +70,9 @@ def test_a_rank_holds_the_bytes_that_the_dry_run_announces(model, tmp_path, worl
                 bucket = case[0] == 3 or (case[0] == 1 and moment == "accumulating")
                 size -= BUCKET * bucket
                 expected = announced(model, case, world, moment)
-                print(f"world {world} rank {rank} {case} {moment}: {size} measured, {expected} announced, {size / expected - 1:+.2%}")
-                if abs(size / expected - 1) > 0.02:
-                    wrong.append(f"rank {rank} {case} {moment}: {size} measured, {expected} announced")
+                off = size / expected - 1
+                line = f"world {world} rank {rank} {case} {moment}: {size} measured, {expected} announced, {off:+.2%}"
+                print(line)
+                if abs(off) > 0.02:
+                    wrong.append(line)
     assert not wrong, "\n".join(wrong)

@@ -1,4 +1,4 @@
-"""Each token carries the weight version it was sampled under, exactly, also where an update comes in the middle of a response."""
+"""Each token carries the weight version it was sampled under, also where an update comes in the middle of a response."""
 
 import time
 

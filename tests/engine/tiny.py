@@ -70,7 +70,8 @@ def start_engine(learner: Learner, *, tp: int = 1, device: str = "cpu", ray_gpus
 
     actor = ray.remote(QarlRolloutActor).options(num_cpus=0, num_gpus=ray_gpus, max_concurrency=64)
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[learner.model.dtype]
-    usual = {"qarl_scheme": str(learner.scheme), "dtype": dtype, "max_model_len": 400, "max_num_seqs": 16, "seed": 0, "num_gpus": 0}
+    usual = {"qarl_scheme": str(learner.scheme), "dtype": dtype, "seed": 0, "num_gpus": 0}
+    usual |= {"max_model_len": 400, "max_num_seqs": 16}
     return actor.remote(
         model=learner.directory,
         qarl_device=device,

@@ -41,7 +41,8 @@ def test_a_group_on_an_occupied_port_names_port_and_holder(listening):
     with pytest.raises(dist.DistNetworkError) as caught:
         dist.TCPStore("127.0.0.1", listening, 1, True, wait_for_workers=False)
     error = named(caught.value)
-    assert isinstance(error, PortError) and f"port {listening} is in use by" in str(error) and f"(process {os.getpid()})" in str(error)
+    assert isinstance(error, PortError)
+    assert f"port {listening} is in use by" in str(error) and f"(process {os.getpid()})" in str(error)
     assert named(ValueError("something else")) is None
 
 

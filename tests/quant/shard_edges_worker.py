@@ -21,7 +21,8 @@ class Layers(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.ModuleDict({n: nn.Linear(k, rows, bias=False).bfloat16() for n, (rows, k) in SHAPES.items()})])
+        linears = {name: nn.Linear(columns, rows, bias=False).bfloat16() for name, (rows, columns) in SHAPES.items()}
+        self.layers = nn.ModuleList([nn.ModuleDict(linears)])
 
     def forward(self, x):
         return self.layers[0]["up"](x).float().square().sum() + self.layers[0]["down"](x).float().square().sum()

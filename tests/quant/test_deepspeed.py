@@ -135,5 +135,6 @@ def test_shards_that_end_within_a_group_split_no_group(tmp_path):
             wanted = quantize_weight(weight, scheme)
             for suffix, tensor in wanted.tensors().items():
                 for rank in ranks:
-                    assert torch.equal(rank[text]["published"][f"{name.removesuffix('.weight')}.{suffix}"], tensor), (name, suffix)
+                    sent = rank[text]["published"][f"{name.removesuffix('.weight')}.{suffix}"]
+                    assert torch.equal(sent, tensor), (name, suffix)
         assert not torch.equal(mine["weights"]["layers.0.up.weight"], Layers().layers[0]["up"].weight), "nothing was trained"
