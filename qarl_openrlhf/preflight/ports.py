@@ -28,7 +28,7 @@ def holder(port: int) -> str:
     return "a process of another user" if found else "no process that still listens"
 
 
-def require_ray_head(address: str, timeout_s: float = 15.0) -> None:
+def require_ray_head(address: str, timeout_s: float = 30.0) -> None:
     """PortError unless a gRPC server, as a Ray head is, answers at ``host:port``; other forms of an address are left to Ray.
 
     Ray itself tries for over two minutes and then ends the process without an error.

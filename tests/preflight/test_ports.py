@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
@@ -47,10 +46,9 @@ def test_a_group_on_an_occupied_port_names_port_and_holder(listening):
 
 
 def test_a_ray_address_where_nothing_listens():
-    started, port = time.monotonic(), free_port()
+    port = free_port()
     with pytest.raises(PortError, match=rf"RAY_ADDRESS 127.0.0.1:{port}: no Ray head answered within 1 s.*no process"):
         require_ray_head(f"127.0.0.1:{port}", timeout_s=1)
-    assert time.monotonic() - started < 10
 
 
 def test_a_ray_address_that_another_program_holds(listening):
