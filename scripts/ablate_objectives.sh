@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The paper's comparisons on a machine without a GPU: eight objectives under QaRL W4A16 (Figure 8), and TBPO and GRPO+TIS also
 # under BF16 and with a quantized rollout only (Figure 7, Table 3). The policy is a Qwen3 of 1.4M parameters, made first (five
-# minutes of one core), that solves 40 % of its sums of five terms, written out step by step. One run each, one after another; stopped,
-# the same command goes on where it was. Tables and pictures: $QARL_ABLATION_DIR/summary.md and beside it.
+# minutes of one core), that solves 40 % of its sums of five terms, written out step by step. One run each, one after another;
+# stopped, the same command goes on where it was. Tables and pictures: $QARL_ABLATION_DIR/summary.md and beside it.
 #   bash scripts/ablate_objectives.sh                                  24 runs of two to three minutes each on two busy cores
 #   bash scripts/ablate_objectives.sh --dry_run                        the train_qarl commands
 #   bash scripts/ablate_objectives.sh --actor.adam.lr 1e-4             more flags of train_qarl, for every run
