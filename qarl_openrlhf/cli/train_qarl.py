@@ -93,9 +93,16 @@ def resolve(argv: list[str]):
         # A dry run that names the card's memory plans for a GPU on any machine.
         planned = (flat.dry_run or flat.dry_run_all) and flat.dry_run_gpu_gb and flat.device != "cpu"
         device = "cuda" if planned else runtime.resolve_device(flat.device)
-        notes = preset_notes + hub.settle(flat) + config.prepare(flat, device, typed)
+        notes, missing = list(preset_notes), None
+        try:
+            notes += hub.settle(flat)  # before anything imports the hub's client
+        except config.ConfigError as error:
+            missing = error
+        notes += config.prepare(flat, device, typed)
         args = host.resolve(flat)
         config.check(args, device, typed)
+        if missing:  # told last: flags that cannot work are wrong wherever the model is
+            raise missing
         if args.quant.scheme != "bf16":
             check_layers(args)
     except (config.ConfigError, runtime.ResourceError, QuantError, ObjectiveError) as error:

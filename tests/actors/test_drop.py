@@ -1,5 +1,6 @@
 """``--objective.drop``: one kept count an optimizer step, over micro-batches and ranks."""
 
+import os
 import subprocess
 import sys
 import types
@@ -82,7 +83,10 @@ def test_two_ranks_count_together():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = str(sock.getsockname()[1])
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(r), port], stdout=subprocess.PIPE, text=True) for r in range(2)]
+    quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}  # it logs to stdout
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(r), port], stdout=subprocess.PIPE, text=True, env=quiet) for r in range(2)
+    ]
     counts = [[float(line) for line in rank.communicate(timeout=120)[0].split()] for rank in ranks]
     whole = batch()
     kept = float(build_objective("tbpo", drop=True).count_kept(*inputs(whole))) / 2
