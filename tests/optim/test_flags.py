@@ -7,7 +7,7 @@ from tests.e2e.conftest import argv
 
 FLAGS = {
     "device": "cpu",
-    "actor.model_name_or_path": "some/model",
+    "actor.model_name_or_path": "./some/model",
     "data.prompt_dataset": "none.jsonl",
     "reward.remote_url": "none.py",
     "vllm.num_engines": 1,
