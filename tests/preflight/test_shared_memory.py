@@ -20,7 +20,7 @@ def small_shm(size: str, *command: str, **options) -> subprocess.CompletedProces
     return subprocess.run(["unshare", *flags, "bash", "-c", MOUNT, size, *command], text=True, capture_output=True, **options)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def namespaces():
     try:
         allowed = small_shm("1m", "true").returncode == 0
@@ -45,6 +45,7 @@ print("passed", present())
 """
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_too_small_for_the_engines():
     done = python("64m", CHECK.format(ranks=2))  # a container's default
     message = f"/dev/shm has {64 * MIB:,} bytes free, and this run needs {needed(2, 2, threads=3):,} (2 engines of 2 ranks)"
@@ -54,6 +55,7 @@ def test_too_small_for_the_engines():
     assert python("4m", CHECK.format(ranks=1)).returncode == 0
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_what_lies_there_counts():
     code = "open('/dev/shm/left', 'wb').write(bytes(64 << 20))\n" + CHECK.format(ranks=2)
     done = python("320m", code)
@@ -69,6 +71,7 @@ def test_a_missing_directory_has_no_room(tmp_path, monkeypatch):
     check_shared_memory(args, str(tmp_path / "gone"))
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_the_object_store_leaves_half_or_goes_to_disk(tmp_path):
     code = (
         "from qarl_openrlhf.preflight.shared_memory import *\n"
