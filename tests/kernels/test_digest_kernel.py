@@ -23,11 +23,13 @@ def bucket(pieces):
     return flat, entries
 
 
-@pytest.mark.parametrize("chunk", [16, 8192])
+@pytest.mark.parametrize("chunk", [16, 4096, module.CHUNK])
 def test_equals_the_cpu(device, monkeypatch, chunk):
     monkeypatch.setattr(module, "CHUNK", chunk)
     pieces = [torch.randn(n).mul(20).to(dtype) for dtype in DTYPES for n in (1, 3, 5, 15, 16, 63, 64, 65, 257)]
     pieces.append(torch.full((129,), -1, dtype=torch.int32))
+    if chunk > 16:
+        pieces.append(torch.full((2 * module.CHUNK + 5,), -1, dtype=torch.int32))  # the largest sums
     for dtype in DTYPES[:4]:
         spoiled = torch.randn(77).to(dtype)
         spoiled[[0, 31, 76]] = NAN
@@ -43,3 +45,8 @@ def test_equals_the_cpu(device, monkeypatch, chunk):
 
 def test_nothing(device):
     assert module.digest(torch.empty(0, dtype=torch.uint8, device=device), []) == ([], [])
+
+
+def test_an_offset_between_words_of_16_bytes_is_refused(device):
+    with pytest.raises(ValueError, match="multiples of 16"):
+        module.digest(torch.zeros(64, dtype=torch.uint8, device=device), [(4, 8, torch.int32)])
