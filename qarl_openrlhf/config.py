@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+from qarl_openrlhf.engine import engine_args
 from qarl_openrlhf.objectives import build_objective, find_spec, objective_hyperparameters
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -112,6 +113,8 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     _check_logprob_chunk(args)
     _check_muon(args, typed)
     check_low_bit(args)
+    if (given := engine_args.engine_args(args)) and (wrong := engine_args.problem(given)):
+        raise ConfigError(wrong)
     if args.quant.cache == "auto":
         args.quant.cache = default_cache(args.ds.zero_stage, device)
 

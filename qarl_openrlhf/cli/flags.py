@@ -2,6 +2,7 @@
 
 import argparse
 
+from qarl_openrlhf.engine import engine_args
 from qarl_openrlhf.objectives import PRESETS, ObjectiveError, list_objectives, objective_hyperparameters
 from qarl_openrlhf.planning import low_bit
 
@@ -107,6 +108,14 @@ def _add_sync(group) -> None:
 
 
 def _add_model(group) -> None:
+    group.add_argument(
+        "--vllm.engine_args",
+        type=engine_args.checked,
+        default="{}",
+        metavar="JSON",
+        help="more of vLLM's engine arguments, e.g. '{\"max_num_seqs\": 512, \"kv_cache_memory_bytes\": 4294967296}' (the latter also "
+        "keeps vLLM from measuring free memory at start, which other processes on the GPU disturb)",
+    )
     group.add_argument(
         "--rollout.stop", nargs="+", default=None, metavar="TEXT", help="strings that end a response; part of the response"
     )

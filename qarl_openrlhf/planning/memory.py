@@ -7,6 +7,7 @@ follow a training step; only what exists in a phase is added up.
 
 from dataclasses import dataclass, field
 
+from qarl_openrlhf.engine.engine_args import engine_args
 from qarl_openrlhf.optim.groups import matrix_shapes
 from qarl_openrlhf.quant.convert import ConversionReport
 from qarl_openrlhf.quant.scheme import QuantScheme
@@ -296,9 +297,15 @@ def complete(estimates: list[Estimate], args, shape: ModelShape, card: int | Non
             continue
         share = args.vllm.gpu_memory_utilization
         beside = parts["engine weights"].bytes + ENGINE_WORK + CONTEXT
-        room = int(card * share) - beside
+        fixed = engine_args(args).get("kv_cache_memory_bytes")
+        room = int(card * share) - beside if fixed is None else int(fixed)
         parts["KV cache"].bytes = max(0, room)
-        if room < each:
+        if room < each and fixed is not None:
+            problems.append(
+                f"no KV cache: kv_cache_memory_bytes {fixed} of --vllm.engine_args is less than the {gib(each)} of one response of "
+                f"--data.max_len {args.data.max_len}: raise it, or lower --data.max_len"
+            )
+        elif room < each:
             problems.append(
                 f"no KV cache: --vllm.gpu_memory_utilization {share:g} of {gib(card)} leaves {gib(room)} beside engine weights "
                 f"({gib(parts['engine weights'].bytes)}) and working memory, and one response of --data.max_len "

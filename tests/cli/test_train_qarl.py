@@ -1,5 +1,7 @@
 """The command line: OpenRLHF's flags and ours, presets, refusals, dry run. Nothing is started."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from qarl_openrlhf import config
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.cli.host import HostCommandLine
+from qarl_openrlhf.engine.engine_args import engine_args
 from qarl_openrlhf.quant.scheme import QuantScheme
 from tests.tiny_models import save_tiny_model
 
@@ -50,6 +53,16 @@ def test_every_openrlhf_flag_keeps_its_default():
     assert len(theirs) > 140  # OpenRLHF 0.11.2 has that many; a parser cut short would have fewer
 
 
+def test_engine_arguments_reach_the_engine_and_the_plan(base, capsys):
+    given = {"max_num_seqs": 7, "kv_cache_memory_bytes": 3 * 2**30}
+    argv = [*base[2:], "--vllm.engine_args", json.dumps(given)]
+    args, _, _ = train_qarl.resolve(["--device", "cpu", *argv])
+    assert engine_args(args) == given
+    train_qarl.main(["--device", "cuda", "--dry_run", "--dry_run_gpu_gb", "80", "--data.max_len", "256", *argv])
+    out = capsys.readouterr().out
+    assert re.search(r"KV cache\s+3(\.0+)? GiB", out), out
+
+
 def test_three_arms_differ_by_one_flag(base):
     plans = {}
     for scheme in ("bf16", "w4a16:g64:rollout", "w4a16:g64"):
@@ -67,6 +80,11 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
     "extra, message",
     [
         (["--quant.scheme", "w3a16"], "w4a16"),
+        (["--vllm.engine_args", "max_num_seqs=512"], "--vllm.engine_args: not JSON"),
+        (["--vllm.engine_args", "[1]"], "--vllm.engine_args: a JSON object"),
+        (["--vllm.engine_args", '{"max_num_seq": 8}'], "--vllm.engine_args: vLLM has no engine argument max_num_seq; did you mean max_num_seqs?"),
+        (["--vllm.engine_args", '{"load_format": "auto"}'], "load_format is not to be set there"),
+        (["--vllm.engine_args", '{"tensor_parallel_size": 2}'], "use --vllm.tensor_parallel_size"),
         (["--quant.scheme", "w4a16:g16"], "w4a16:g32"),
         (["--quant.scheme", "fp8"], "no fp8 kernel for CPUs"),
         (["--quant.scheme", "w4a16", "--ds.param_dtype", "fp16"], "underflow"),

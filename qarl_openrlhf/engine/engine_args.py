@@ -1,0 +1,61 @@
+"""``--vllm.engine_args``: any of vLLM's own engine arguments, but for those that this system sets itself."""
+
+import argparse
+import difflib
+import json
+
+# What decides which weights an engine has, or has a flag of its own: name -> what to use.
+OWNED = {
+    "model": "--actor.model_name_or_path",
+    "seed": "--train.seed",
+    "max_model_len": "--data.max_len",
+    "tensor_parallel_size": "--vllm.tensor_parallel_size",
+    "gpu_memory_utilization": "--vllm.gpu_memory_utilization",
+    "enforce_eager": "--vllm.enforce_eager",
+    "enable_prefix_caching": "--vllm.enable_prefix_caching",
+    "enable_sleep_mode": "--vllm.enable_sleep",
+    "quantization": "--quant.scheme",
+    "dtype": "nothing: engines compute in BF16, as the learner does",
+    "load_format": "nothing: engines start with dummy weights and get the learner's",
+    "hf_overrides": "--model.max_positions or --model.rope_theta",
+    "weight_transfer_config": "the --sync flags",
+    "worker_extension_cls": "nothing: the weight sync needs its own",
+    "logprobs_mode": "nothing: log-probs of the distribution that is sampled from",
+    "distributed_executor_backend": "--vllm.tensor_parallel_size",
+}
+
+
+def checked(text: str) -> str:
+    """The text of a JSON object, e.g. '{"max_num_seqs": 512}'; ArgumentTypeError for anything else.
+
+    The flag's value stays text: OpenRLHF makes a namespace of a dict.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}); e.g. '{{\"max_num_seqs\": 512}}'") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("a JSON object is needed, e.g. '{\"max_num_seqs\": 512}'")
+    return text
+
+
+def engine_args(args) -> dict:
+    """The flag's value of nested arguments."""
+    return json.loads(args.vllm.engine_args)
+
+
+def problem(given: dict) -> str | None:
+    """What is wrong with them, naming the argument and what would work; None if nothing is."""
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = [field.name for field in fields(AsyncEngineArgs)]
+    for name in given:
+        if name in OWNED:
+            return f"--vllm.engine_args: {name} is not to be set there; use {OWNED[name]}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            return f"--vllm.engine_args: vLLM has no engine argument {name}{hint}"
+    return None
