@@ -230,7 +230,8 @@ class QarlActorTrainer(ActorPPOTrainer):
 
     def _start_kl(self) -> dict:
         """KL(start policy || what was just published) by the first engine's log-probs of the kept responses."""
-        if not self.start_policy or not self.start_policy.responses:
+        # After a resume every rank has them, and only the sender knows that the publish has ended.
+        if self.publisher is None or not self.start_policy or not self.start_policy.responses:
             return {}
         started = time.perf_counter()
         ids = [response["ids"] for response in self.start_policy.responses]
