@@ -34,7 +34,7 @@ VARIANTS = {
         "algo.advantage.estimator": "gae", "critic.num_nodes": 1, "critic.num_gpus_per_node": 1, "critic.adam.lr": 1e-3,
     },
     "two-engines-two-learners": {"vllm.num_engines": 2, "actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2},
-    "muon-sample-buffer": {"actor.optim": "muon", "actor.muon.lr": 1e-3, "rollout.vllm_generate_batch_size": 8},
+    "muon": {"actor.optim": "muon", "actor.muon.lr": 1e-3},
 }  # fmt: skip
 
 
