@@ -2,7 +2,7 @@
 
     python benchmarks/card_limits.py MODEL [MODEL ...]      hub names or directories with a config.json; prints Markdown tables
 
-Nothing is trained. QaRL in w4a16, Muon, gradient checkpointing, one micro-batch of the longest response, learner and engine
+Nothing is trained. QaRL in w4a16, Muon, gradient checkpointing, log-probs in chunks, one micro-batch of the longest response, learner and engine
 taking turns on the same GPUs; on one GPU and with more than 20 B parameters, optimizer and master weights in main memory.
 """
 
@@ -25,7 +25,7 @@ def arguments(model: str, gpus: int, card: int, *flags: str):
         "--dry_run", "--dry_run_gpu_gb", str(card), "--actor.model_name_or_path", model, "--data.prompt_dataset", "x.jsonl",
         "--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm", "--rollout.n_samples_per_prompt", "8",
         "--quant.scheme", "w4a16", "--objective.name", "tbpo", "--actor.optim", "muon", "--actor.muon.lr", "1e-6",
-        "--actor.gradient_checkpointing_enable", "--train.dynamic_batch_enable", "--train.colocate_all", "--vllm.enable_sleep",
+        "--actor.gradient_checkpointing_enable", "--actor.logprob_chunk", "2048", "--train.dynamic_batch_enable", "--train.colocate_all", "--vllm.enable_sleep",
         "--ds.enable_sleep", "--actor.num_gpus_per_node", str(gpus), "--ref.num_gpus_per_node", str(gpus), "--vllm.num_engines", str(gpus),
         "--ds.zero_stage", "3" if gpus > 1 else "2", "--quant.cache", "packed", "--vllm.gpu_memory_utilization", "0.5", *flags,
     ]  # fmt: skip

@@ -53,7 +53,11 @@ def host_parts(args, shape: ModelShape) -> list[HostPart]:
         shorter = "a smaller --train.max_tokens_per_gpu"
     layer = 2 * tokens * (10 * shape.hidden + 3 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.mlp)
     kept = layer * (2 if args.actor.gradient_checkpointing_enable else shape.layers)
-    parts.append(HostPart("activations, logits", kept + LOGITS * tokens * shape.vocabulary, shorter))
+    chunk = args.actor.logprob_chunk * ranks
+    logits = LOGITS * (min(chunk, tokens) if chunk else tokens) * shape.vocabulary
+    if 0 < chunk < tokens:  # lm_head's gradient, summed in float32, beside a chunk's
+        logits += 6 * shape.vocabulary * shape.hidden * ranks
+    parts.append(HostPart("activations, logits", kept + logits, shorter))
     published = int(shape.quantized * packed_bytes(scheme)) + 2 * (p - shape.quantized)
     bucket = max(int(args.sync.bucket_mb * 2**20), 2 * shape.largest_other)
     parts.append(HostPart("push", min(published, 2 * bucket) + engines * min(published, bucket), "a smaller --sync.bucket_mb"))

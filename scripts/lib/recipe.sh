@@ -38,6 +38,7 @@ ours=(
     --data.apply_chat_template                                 # the model's own, around the instruction of prepare_data
     --train.colocate_all --vllm.enable_sleep --ds.enable_sleep # learner and engines take turns on the same GPUs
     --actor.gradient_checkpointing_enable
+    --actor.logprob_chunk 2048                                 # logits of so many tokens at a time: they are the largest part
     --ckpt.save_steps 20 --ckpt.max_num 3
 )
 

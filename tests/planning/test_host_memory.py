@@ -12,7 +12,7 @@ from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.planning import host_memory
 from qarl_openrlhf.planning.architecture import meta_model
 from qarl_openrlhf.planning.host_memory import GIB, host_parts, host_report
-from qarl_openrlhf.planning.memory import ModelShape
+from qarl_openrlhf.planning.memory import ModelShape, micro_batch_tokens
 from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 from tests.e2e.conftest import argv, flags, prompts, tiny_model  # noqa: F401  fixtures
@@ -59,6 +59,9 @@ def test_flags_move_the_part_that_they_are_about(flags, tiny_model, monkeypatch)
 
     before = parts()
     assert parts(train__micro_batch_size=4)["activations, logits"] == before["activations, logits"] / 4
+    whole, chunked = before["activations, logits"], parts(actor__logprob_chunk=16)["activations, logits"]
+    tokens = micro_batch_tokens(resolved(base))  # lm_head's gradient is summed in float32 beside a chunk's
+    assert whole - chunked == 12 * 49152 * (tokens - 16) - 6 * 49152 * 576
     assert parts(quant__cache="packed").keys() - before.keys() == {"quantization cache (packed)"}
     assert parts(quant__cache="packed")["quantization cache (packed)"] < before["quantization cache (dequant)"]
     assert parts(vllm__num_engines=2)["KV cache"] == 2 * before["KV cache"] == 2 * GIB
