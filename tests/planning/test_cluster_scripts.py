@@ -11,6 +11,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -112,6 +113,12 @@ def test_ray_submit_runs_a_recipe(dashboard):  # noqa: F811
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("QARL_", "RAY_")) and k != "ARM"}
     clean |= {"ARM": "rollout", "QARL_NODES": "2", "QARL_VENV": str(Path(sys.executable).parents[1])}
     command = ["bash", str(ROOT / "scripts" / "ray_submit.sh"), dashboard[0], "train_qwen3_30b_a3b.sh", *flags]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
+    until = time.monotonic() + 120
+    while True:
+        done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
+        # Ray's own answer as long as the agent of a node that has just started is not there yet.
+        if "No available agent" not in done.stderr or time.monotonic() > until:
+            break
+        time.sleep(2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "w4a16:rollout" in done.stdout and "succeeded" in done.stdout
