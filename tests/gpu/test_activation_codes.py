@@ -7,7 +7,6 @@ with the engine's own layer inputs the learner has the engine's log-probs.
 import pickle
 
 import pytest
-import ray
 import torch
 
 from qarl_openrlhf.kernels import dispatch
@@ -23,7 +22,9 @@ CASES = {
 }
 FORMATS = {"w8a8": "int8", "fp8": "fp8", "w4a8": "fp8"}
 TEXT = list(range(3, 200))
-BOUND = 2.0**-7  # of the largest value of a row: one BF16 ulp of it, which two roundings of the same sum may be apart
+# Of the largest value of a row. Two sums that differ by their order are rounded to neighbours, one BF16 ulp apart; W4A8 rounds
+# twice, before and after it adds the bias.
+BOUNDS = {"w8a8": 2.0**-7, "fp8": 2.0**-7, "w4a8": 2.0**-6}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +208,7 @@ def test_codes_and_products_of_a_graph_captured_engine(bench, kernel):
                     mine = layers[name](x)
                 worst = max(worst, row_error(mine, theirs))
                 equal, total = equal + int((mine.cpu() == theirs).sum()), total + theirs.numel()
-                assert row_error(mine, theirs) <= BOUND, name
+                assert row_error(mine, theirs) <= BOUNDS[bench.learner.scheme.name], name
     finally:
         dispatch.set_kernel("auto")
     found = f"{equal / total:.2%} of the products equal, worst {worst:.2e} of the row's largest"
