@@ -29,15 +29,13 @@ MARK = "QARL_TEST_RUN"
 class Run:
     """``train_qarl`` in a session of its own; everything it starts inherits a mark."""
 
-    module = "qarl_openrlhf.cli.train_qarl"
-
     def __init__(self, wanted: dict, log: Path, prefix: tuple = (), **environment):
         self.mark, self.log = uuid.uuid4().hex, log
         self.metrics = Path(wanted["ckpt.output_dir"], "metrics.jsonl")
         path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", self.module, *argv(wanted)],
+            [*prefix, sys.executable, "-m", "qarl_openrlhf.cli.train_qarl", *argv(wanted)],
             env=inherited | {"PYTHONPATH": path, MARK: self.mark} | environment,
             stdout=open(log, "w"),  # noqa: SIM115
             stderr=subprocess.STDOUT,

@@ -6,18 +6,16 @@ import signal
 import time
 from pathlib import Path
 
-
 from qarl_openrlhf.checkpoint.find import tags
 from tests.e2e.conftest import two_steps, write_prompts
+from tests.e2e.test_faults import Run
 from tests.e2e.test_resume import check_same
 from tests.tiny_models import save_tiny_model
-
-from .test_training_step import SharedCard
 
 LIMIT_S = 200
 
 
-def wait(run: SharedCard) -> int:
+def wait(run: Run) -> int:
     try:
         return run.process.wait(LIMIT_S)
     finally:
@@ -32,6 +30,7 @@ def test_a_killed_learner_is_resumed(tmp_path):
             "device": "cuda",
             "train.colocate_all": True,
             "vllm.gpu_memory_utilization": 0.05,
+            "vllm.engine_args": '{"kv_cache_memory_bytes": 268435456}',  # two runs on one card
             "vllm.enforce_eager": True,
             "quant.scheme": "w4a16",
             "objective.name": "tbpo",
@@ -42,7 +41,7 @@ def test_a_killed_learner_is_resumed(tmp_path):
         }
         for name in ("undisturbed", "killed")
     }
-    runs = [SharedCard(wanted, tmp_path / f"{name}.txt") for name, wanted in flags.items()]
+    runs = [Run(wanted, tmp_path / f"{name}.txt") for name, wanted in flags.items()]
     try:
         killed = runs[1]
         killed.wait_for_steps(2, timeout=LIMIT_S)
@@ -55,7 +54,7 @@ def test_a_killed_learner_is_resumed(tmp_path):
         assert killed.process.wait(120) != 0
         assert killed.metrics.read_text().count("\n") < 4, "the run was over before its learner was killed"
         killed.assert_gone()
-        runs.append(SharedCard(flags["killed"] | {"ckpt.load_enable": True}, tmp_path / "resumed.txt"))
+        runs.append(Run(flags["killed"] | {"ckpt.load_enable": True}, tmp_path / "resumed.txt"))
         assert wait(runs[0]) == 0
         assert wait(runs[2]) == 0
         check_same(flags["undisturbed"], flags["killed"], since=max(saved))
