@@ -87,6 +87,6 @@ if [ -n "${QARL_DRY_RUN:-}" ]; then
     done
     exit
 fi
-plan "$@" | DEADLINE=$deadline RUNS=$runs xargs -P "$jobs" -d '\n' -I LINE bash -c "$job" learning LINE "${command[@]}" || failed+=(runs)
+plan "$@" | DEADLINE=$deadline RUNS=$runs xargs -P "$jobs" -d '\n' -I @job bash -c "$job" learning @job "${command[@]}" || failed+=(runs)
 "$python" -m qarl_openrlhf.cli.report "$runs" --out "$runs" || failed+=(report)
 finish

@@ -85,9 +85,9 @@ def _digest_kernel(words, raw, entries, chunks, sums, bad, CHUNK: tl.constexpr, 
     total = tl.sum(w_sum.to(tl.int64, bitcast=True), 0) * (2 * first + 1) + 2 * tl.sum(w_index_sum.to(tl.int64, bitcast=True), 0)
     found = tl.sum(count, 0)
     if (nbytes % 4 != 0) & (whole >= first) & (whole < first + CHUNK):  # the last word, padded with zeros
-        lane = tl.arange(0, 4)
-        part = tl.load(raw + offset + 4 * whole + lane, mask=4 * whole + lane < nbytes, other=0).to(tl.int64)
-        tail = tl.sum(part << (8 * lane).to(tl.int64), 0)
+        byte = tl.arange(0, 4)
+        part = tl.load(raw + offset + 4 * whole + byte, mask=4 * whole + byte < nbytes, other=0).to(tl.int64)
+        tail = tl.sum(part << (8 * byte).to(tl.int64), 0)
         total += tail * (2 * whole + 1)
         found += tl.sum(_non_finite(tl.full((1,), 0, tl.int32) + tail.to(tl.int32), kind), 0)
     tl.atomic_add(sums + entry, total)

@@ -20,6 +20,7 @@ from qarl_openrlhf.kernels.rounding import (
     larger,
     narrow,
     quotient,
+    round_bf16,
     round_e4m3,
     to_e4m3,
     weight_scale,
@@ -30,7 +31,6 @@ SHIFT = tl.constexpr(MAGIC.value + 8.0)
 SMALLEST = tl.constexpr(0.001953125)  # of e4m3's positive numbers: a stored group scale is never zero
 MAX_ROW = 32768
 SHIFT_WORD = tl.constexpr(sum(0x4B400000 << 4 * j for j in range(8)) % 2**32)
-
 
 
 @triton.jit
@@ -110,38 +110,55 @@ def engine_group(scale, channel):
 
 
 @triton.jit
-def _w4a8_kernel(
-    w, packed, scales, copy, GROUPS: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr, COPY: tl.constexpr
-):  # fmt: skip
-    """One row, in chunks of CHUNK groups: its scales move onto the engine's grid before the codes are computed."""
+def _w4a8_kernel(w, packed, scales, copy, GROUPS: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr):
+    """One row of groups of 128, in chunks of CHUNK groups: its scales move onto the engine's grid before the codes.
+
+    A group comes in four pieces, so that 4 threads share it and not 16: each repeats the arithmetic of the scale for 32 of its
+    weights.
+    """
+    PIECE: tl.constexpr = 32
     first = tl.program_id(0).to(tl.int64) * GROUPS
-    group, column = tl.arange(0, CHUNK), tl.arange(0, G)[None, :]
-    chunks, chunk_scales = (), ()
+    group, column = tl.arange(0, CHUNK), tl.arange(0, PIECE)[None, :]
+    word = tl.arange(0, PIECE // 8)[None, :]
+    pieces, chunk_scales = (), ()
     largest = tl.zeros((CHUNK,), dtype=tl.float32)
     for start in tl.static_range(0, GROUPS, CHUNK):
         inside = start + group < GROUPS
-        x = tl.load(w + (first + start + group)[:, None] * G + column, mask=inside[:, None], other=0.0)
-        scale = tl.where(inside, weight_scale(absmax(widen(x), 1), 1.0 / 7.5), 0.0)
+        at = (first + start + group)[:, None] * 128 + column
+        top = tl.zeros((CHUNK, PIECE), dtype=tl.float32)
+        for piece in tl.static_range(4):
+            x = tl.load(w + at + piece * PIECE, mask=inside[:, None], other=0.0)
+            top = larger(top, tl.abs(widen(x)))
+            pieces = pieces + (x,)
+        scale = tl.where(inside, weight_scale(absmax(top, 1), 1.0 / 7.5), 0.0)
         largest = larger(largest, scale)
-        chunks = chunks + (x,)
         chunk_scales = chunk_scales + (scale,)
     largest = absmax(largest, 0)
     channel = engine_channel(largest)
     # The channel scale that the engine will compute from the stored scales. Its group scales will be the ones below: the
     # stored scale is within 2^-8 of their product with the channel scale, and e4m3 numbers are further apart.
     engines = engine_channel(widen(narrow(larger(engine_group(largest, channel), SMALLEST) * (channel * 8.0))))
-    for i in tl.static_range(len(chunks)):
+    for i in tl.static_range(len(chunk_scales)):
         inside = i * CHUNK + group < GROUPS
         at = first + i * CHUNK + group
         fine = larger(engine_group(chunk_scales[i], channel), SMALLEST)
-        stored = widen(narrow(fine * (channel * 8.0)))
-        tl.store(scales + at, narrow(stored), mask=inside)
-        shifted = shifted_int4(quotient(widen(chunks[i]), stored[:, None]))
-        packed_at = packed + at[:, None] * (G // 8) + tl.arange(0, G // 8)[None, :]
-        store_int4(shifted, packed_at, inside[:, None], CHUNK, G)
-        if COPY:
-            operand = round_e4m3((shifted - SHIFT) * fine[:, None])
-            tl.store(copy + at[:, None] * G + column, narrow(operand * (engines * 8.0)), mask=inside[:, None])
+        stored = narrow(fine * (channel * 8.0))
+        tl.store(scales + at, stored, mask=inside)
+        inverse = (1.0 / widen(stored))[:, None]  # a stored scale is at least 2^-24: nothing overflows, as quotient() fears
+        for piece in tl.static_range(4):
+            elements = at[:, None] * 128 + piece * PIECE + column
+            shifted = shifted_int4(round_bf16(widen(pieces[4 * i + piece]) * inverse))
+            store_int4(shifted, packed + at[:, None] * 16 + piece * (PIECE // 8) + word, inside[:, None], CHUNK, PIECE)
+            if COPY:
+                operand = round_e4m3((shifted - SHIFT) * fine[:, None])
+                tl.store(copy + elements, narrow(operand * (engines * 8.0)), mask=inside[:, None])
+
+
+def w4a8_launch(groups: int) -> tuple[int, int]:
+    """(groups a chunk, warps) for rows of so many groups: at most 5 chunks, little padding, then most warps."""
+    padded = {w: triton.cdiv(groups, 8 * w) * 8 * w for w in (1, 2, 4, 8, 16) if triton.cdiv(groups, 8 * w) <= 5}
+    warps = max(w for w in padded if padded[w] <= 1.15 * min(padded.values()))
+    return 8 * warps, warps
 
 
 def row_launch(k: int) -> tuple[int, int]:
@@ -192,10 +209,9 @@ def quantize_w4a8(w: Tensor, copy: bool):
     outputs = _w4a8_outputs(w, copy)
     groups = w.shape[-1] // 128
     if w.numel():
-        chunk, warps = row_launch(w.shape[-1])
-        _w4a8_kernel[(w.numel() // w.shape[-1],)](
-            w, *outputs, groups, max(chunk // 128, 1), 128, copy, num_warps=warps
-        )
+        row_launch(w.shape[-1])  # refuses rows that are too long
+        chunk, warps = w4a8_launch(groups)
+        _w4a8_kernel[(w.numel() // w.shape[-1],)](w, *outputs, groups, chunk, copy, num_warps=warps)
     return outputs
 
 

@@ -1,7 +1,8 @@
 """BF16 activations times packed int4 weights, for few rows: y = x @ bf16(code * scale)^T + bias, float32 accumulation.
 
 Bound by memory (0.52 byte a weight against BF16's 2) up to about 64 rows. Above that, dequantizing once and the library's
-product are faster, and dispatch does that.
+product are faster, and dispatch does that. Shapes that :mod:`qarl_openrlhf.kernels.w4a16_mma` takes go there; the kernel
+below is for the others and for the interpreter.
 
 An int32 word becomes eight BF16 weights in registers, two at a time: mask a nibble in each half of the word, set the
 exponent so that it reads 128 + nibble, subtract 136, multiply by the scale (one rounding, as in the reference). The tensor
@@ -17,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_openrlhf.kernels.library import op
+from qarl_openrlhf.kernels import w4a16_mma
+from qarl_openrlhf.kernels.library import INTERPRETED, op
 from qarl_openrlhf.kernels.rounding import NATIVE, narrow, widen
 from qarl_openrlhf.kernels.tune import Config, tuned
 
@@ -181,6 +183,12 @@ def w4a16_gemm(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -
         return y
     x, packed, scales = x.contiguous(), packed.contiguous(), scales.contiguous()
     group_size, bm = k // scales.shape[1], max(16, triton.next_power_of_2(m))
+    if m <= w4a16_mma.MOST_ROWS and w4a16_mma.suits(k, group_size) and not INTERPRETED:
+        arrivals = _arrival_counters(x, triton.cdiv(n, 64))
+        by_hand = lambda config: w4a16_mma.launch(config, x, packed, scales, bias, y, arrivals)  # noqa: E731
+        family = (w4a16_mma.rows_held(m), n, k, group_size)
+        by_hand(tuned("w4a16_mma", family, w4a16_mma.fitting(n, k), by_hand))
+        return y
     fitting = _fitting(n, k)
 
     def launch(config: Config) -> None:
