@@ -65,6 +65,7 @@ def masters_of(model_class, config, device) -> torch.nn.Module:
     with torch.device("meta"):
         model = model_class(config).to(torch.bfloat16)
     model.to_empty(device=device)
+    model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)

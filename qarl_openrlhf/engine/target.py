@@ -44,9 +44,13 @@ class GpuTarget:
         self.layers: dict[str, gpu_layers.GpuLayer] = {}
 
     def takes(self, slot: layout.Slot, dtype: torch.dtype) -> bool:
-        """Whether a tensor of this dtype may be loaded there; some of vLLM's layers keep the scales' BF16 values in float32."""
+        """Whether a tensor of this dtype may be loaded there.
+
+        Some of vLLM's layers keep the scales' BF16 values in float32, and its experts ``weight_shape``, which no kernel reads, in
+        the model's dtype.
+        """
         widened = slot.attribute.endswith("weight_scale") and slot.dtype == torch.float32 and dtype == torch.bfloat16
-        return dtype == slot.dtype or widened
+        return dtype == slot.dtype or widened or (slot.attribute.endswith("weight_shape") and dtype == torch.int64)
 
     def begin(self) -> None:
         self.layers = {
