@@ -4,7 +4,7 @@ The checksum is that of :mod:`qarl_openrlhf.sync.checksum`: sum of the 32-bit wo
 of integers may come in any order, so the kernel may use atomics and still agree with the CPU bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -95,14 +95,14 @@ def _digest_kernel(words, raw, entries, chunks, sums, bad, CHUNK: tl.constexpr, 
         tl.atomic_add(bad + entry, found)
 
 
-def digest(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> tuple[list[int], list[int]]:
-    """(checksums in [0, 2^64), numbers of non-finite values) of pieces of ``flat``; waits for the device once.
+def digest(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> Callable[[], tuple[list[int], list[int]]]:
+    """Start to compute (checksums in [0, 2^64), numbers of non-finite values) of pieces of ``flat``; a call waits for them.
 
     flat: uint8 [nbytes], nbytes a multiple of 4. entries: (offset, a multiple of 16; nbytes; dtype) of each piece. ValueError
     for another offset.
     """
     if not entries:
-        return [], []
+        return lambda: ([], [])
     table = np.array([(offset, nbytes, KINDS.get(dtype, 0)) for offset, nbytes, dtype in entries], dtype=np.int64)
     if (table[:, 0] % ALIGNMENT).any():
         raise ValueError(f"pieces of a bucket start at multiples of {ALIGNMENT} bytes")
@@ -117,5 +117,10 @@ def digest(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> tup
     _digest_kernel[(len(chunks),)](
         flat.view(torch.int32), flat, tables, tables[table.size :], sums, bad, CHUNK=CHUNK, BLOCK=min(BLOCK, CHUNK), num_warps=8
     )
-    both = torch.stack([sums, bad.long()]).tolist()
-    return [value % 2**64 for value in both[0]], both[1]
+    both = torch.stack([sums, bad.long()])
+
+    def results() -> tuple[list[int], list[int]]:
+        found = both.tolist()
+        return [value % 2**64 for value in found[0]], found[1]
+
+    return results

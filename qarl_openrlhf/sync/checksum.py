@@ -8,7 +8,7 @@ Every weight 2 i + 1 is odd, hence invertible modulo 2^64: a change of any singl
 another order give another sum. Integer additions may be made in any order, so CPU and GPU agree bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,20 +43,23 @@ def checksum(tensor: Tensor) -> int:
     return int(total.item()) % 2**64
 
 
-def digests(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> tuple[list[int], list[int]]:
-    """(checksums, numbers of NaN and infinite values) of the pieces (offset, nbytes, dtype) of a bucket.
+def digests(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> Callable[[], tuple[list[int], list[int]]]:
+    """A call gives (checksums, numbers of NaN and infinite values) of the pieces (offset, nbytes, dtype) of a bucket.
 
-    flat: uint8 [nbytes]. On a GPU one kernel reads the bucket once; see :mod:`qarl_openrlhf.kernels.digest`.
+    flat: uint8 [nbytes]. On a GPU one kernel, started here, reads the bucket once; see :mod:`qarl_openrlhf.kernels.digest`.
     """
     if flat.is_cuda:
         from qarl_openrlhf.kernels.digest import digest
 
         return digest(flat, entries)
     pieces = [flat[offset : offset + nbytes] for offset, nbytes, _ in entries]
-    return [checksum(piece) for piece in pieces], [
-        non_finite(piece.view(dtype)) if dtype.is_floating_point else 0
-        for piece, (_, _, dtype) in zip(pieces, entries, strict=True)
-    ]
+    return lambda: (
+        [checksum(piece) for piece in pieces],
+        [
+            non_finite(piece.view(dtype)) if dtype.is_floating_point else 0
+            for piece, (_, _, dtype) in zip(pieces, entries, strict=True)
+        ],
+    )
 
 
 def non_finite(tensor: Tensor) -> int:

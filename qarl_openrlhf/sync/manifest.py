@@ -61,7 +61,14 @@ class Bucket:
 
     def verify(self, flat: Tensor) -> None:
         """ManifestError naming the first tensor whose checksum differs from the sender's, or that is not finite."""
-        sums, bad = digests(flat, [entry.piece for entry in self.entries])
+        self.verifying(flat)()
+
+    def verifying(self, flat: Tensor) -> Callable[[], None]:
+        """Start what :meth:`verify` does on the bucket's device; a call waits for it and raises."""
+        results = digests(flat, [entry.piece for entry in self.entries])
+        return lambda: self._compare(flat, *results())
+
+    def _compare(self, flat: Tensor, sums: list[int], bad: list[int]) -> None:
         for entry, got, wrong in zip(self.entries, sums, bad, strict=True):
             if entry.checksum is not None and got != entry.checksum:
                 raise ManifestError(
@@ -115,7 +122,7 @@ def _pack(pending: list[tuple[str, Tensor, int]], size: int, version: int, index
         flat[end : -(-end // ALIGNMENT) * ALIGNMENT].zero_()
     sums = [None] * len(pending)
     if with_checksums:
-        sums, _ = digests(flat, [(offset, tensor.nbytes, torch.uint8) for _, tensor, offset in pending])
+        sums, _ = digests(flat, [(offset, tensor.nbytes, torch.uint8) for _, tensor, offset in pending])()
     entries = [
         TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, tensor.nbytes, digest)
         for (name, tensor, offset), digest in zip(pending, sums, strict=True)

