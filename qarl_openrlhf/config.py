@@ -89,6 +89,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     Args:
         args: OpenRLHF's nested arguments with our groups in them.
     """
+    from qarl_openrlhf.planning.liger import check_liger
     from qarl_openrlhf.planning.low_bit import check_low_bit
 
     scheme = QuantScheme.parse(args.quant.scheme)
@@ -113,6 +114,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     _check_logprob_chunk(args)
     _check_muon(args, typed)
     check_low_bit(args)
+    check_liger(args, device)
     if (given := engine_args.engine_args(args)) and (wrong := engine_args.problem(given)):
         raise ConfigError(wrong)
     if args.quant.cache == "auto":
@@ -171,9 +173,10 @@ def _check_objective(args, typed: set[str]) -> None:
 def _check_logprob_chunk(args) -> None:
     if not args.actor.logprob_chunk:
         return
-    clashes = {"use_liger_kernel": args.ds.use_liger_kernel, "tensor_parallel_size > 1": args.ds.tensor_parallel_size > 1}
-    for flag in (flag for flag, on in clashes.items() if on):
-        raise ConfigError(f"--actor.logprob_chunk with --ds.{flag}: lm_head is no plain product there; use --actor.logprob_chunk 0")
+    if args.ds.tensor_parallel_size > 1:
+        raise ConfigError(
+            "--actor.logprob_chunk with --ds.tensor_parallel_size > 1: lm_head is no plain product there; use --actor.logprob_chunk 0"
+        )
 
 
 def _check_schedulers(args) -> None:
@@ -221,8 +224,6 @@ def _check_quantized(args, scheme: QuantScheme, device: str) -> None:
         raise ConfigError(f"--ds.lora.rank with --quant.scheme {scheme} is not supported: QaRL trains the full weights")
     if args.ds.tensor_parallel_size > 1:
         raise ConfigError(f"--ds.tensor_parallel_size > 1 with --quant.scheme {scheme} is not supported; use ZeRO-3")
-    if args.ds.use_liger_kernel:
-        raise ConfigError(f"--ds.use_liger_kernel replaces the linear layers that --quant.scheme {scheme} quantizes; drop it")
     if scheme.aligned and scheme.activation_format != "bf16" and args.vllm.tensor_parallel_size > 1:
         raise ConfigError(
             f"--vllm.tensor_parallel_size {args.vllm.tensor_parallel_size} with --quant.scheme {scheme}: each engine rank would "

@@ -176,7 +176,7 @@ def test_a_model_that_changes_its_logits_is_refused():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ({"ds__use_liger_kernel": True, "quant__scheme": "bf16"}, "use_liger_kernel"),
+        ({"ds__tensor_parallel_size": 2, "quant__scheme": "bf16"}, "tensor_parallel_size"),
         ({"actor__logprob_chunk": -1}, "out of range"),
     ],
 )
