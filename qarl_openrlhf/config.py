@@ -112,6 +112,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     args.sync.transport = choose_transport(args, device)
     _check_schedulers(args)
     _check_logprob_chunk(args)
+    _check_dynamic_batches(args)
     _check_muon(args, typed)
     check_low_bit(args)
     check_liger(args, device)
@@ -168,6 +169,19 @@ def _check_objective(args, typed: set[str]) -> None:
                 f"--objective.name {args.objective.name} makes one optimizer step a rollout, these flags make {updates:g}: set --train.batch_size "
                 f"{args.rollout.batch_size * args.rollout.n_samples_per_prompt} and --train.max_epochs 1"
             )
+
+
+def _check_dynamic_batches(args) -> None:
+    """DeepSpeed's accumulation over a number of micro-batches that it is not told (``actors.strategy``) has limits."""
+    if not args.train.dynamic_batch_enable:
+        return
+    if args.ds.overlap_comm and args.ds.zero_stage < 2:
+        raise ConfigError(
+            f"--train.dynamic_batch_enable and --ds.overlap_comm with --ds.zero_stage {args.ds.zero_stage}: DeepSpeed cannot accumulate "
+            "there; drop --ds.overlap_comm, or use --ds.zero_stage 2 or 3"
+        )
+    if args.ds.deepcompile:
+        raise ConfigError("--train.dynamic_batch_enable with --ds.deepcompile: DeepSpeed cannot accumulate there; drop one of them")
 
 
 def _check_logprob_chunk(args) -> None:

@@ -68,6 +68,10 @@ class QarlStrategy(DeepspeedStrategy):
             optimizer["params"]["torch_adam"] = True
             if torch.cuda.is_available():
                 optimizer["params"]["fused"] = True
+        if self.use_dynamic_batch:
+            # OpenRLHF calls backward once a micro-batch and step once an optimizer step, with an accumulation of 1. DeepSpeed 0.19
+            # takes every backward for a whole step then, and keeps the gradient of the last one alone.
+            config["managed_gradient_accumulation"] = False
         return config
 
     def optimizer_step(self, optimizer, model, scheduler, name="model", **kwargs) -> None:
