@@ -6,7 +6,7 @@
 #   schemes     fp8, w8a8 and w4a8 with TBPO; seed 0
 # Stopped or out of time, the same command goes on from the last checkpoints. Tables and pictures: runs/learning/summary.md
 # env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on the GPU)
-#      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=5e-6  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
+#      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
 #      QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
 #      QARL_LEARNING_FLAGS="--actor.optim adam" (more flags, every run)  QARL_LEARNING_DEVICE=cuda (cpu: to try the commands)
 set -uo pipefail
@@ -15,7 +15,7 @@ known "main objectives schemes" "$@"
 [ $# -gt 0 ] || set -- main objectives schemes
 seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL_LEARNING_STEPS:-60}
 terms=${QARL_LEARNING_TERMS:-16} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
-lr=${QARL_LEARNING_LR:-5e-6} band=${QARL_LEARNING_BAND:-16} runs=${QARL_LEARNING_DIR:-$root/runs/learning}
+lr=${QARL_LEARNING_LR:-2e-5} band=${QARL_LEARNING_BAND:-16} runs=${QARL_LEARNING_DIR:-$root/runs/learning}
 [[ $runs == /* ]] || runs=$PWD/$runs
 for name in SECONDS JOBS STEPS TERMS; do
     variable=QARL_LEARNING_$name lower=${name,,}
