@@ -14,6 +14,8 @@ CPU_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",  # vLLM's sampler and DeepSpeed call torch.compile even in eager mode: minutes of g++
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would give learner and engine the same core
+    # On a CPU with AMX vLLM would quantize the activations of a w4a16 checkpoint to 8 bits, unasked.
+    "VLLM_CPU_INT4_W4A8": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "OMP_WAIT_POLICY": "PASSIVE",  # learner and engine take turns on the same cores: no spinning while the other works
     "KMP_BLOCKTIME": "0",

@@ -50,7 +50,11 @@ class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
 
     async def _noted(self, call):
         try:
-            return await asyncio.wait_for(call, self.timeout_s)
+            answers = await asyncio.wait_for(call, self.timeout_s)
+            for answer in answers:
+                if not isinstance(answer, dict) or "rewards" not in answer:
+                    raise TypeError(f"it returned {_shown(answer)}; return a dict, e.g. {{\"rewards\": [1.0]}}")
+            return answers
         except TimeoutError:
             error = TimeoutError(f"no answer within {self.timeout_s:g} s (--reward.timeout_s)")
             _failure.get().append(error)
@@ -66,3 +70,12 @@ class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
 
     def _message(self, prompt: str, error: Exception) -> str:
         return f"reward {', '.join(self.reward_endpoints)}: {type(error).__name__}: {error} (prompt {prompt[:80]!r})"
+
+
+
+def _shown(answer: Any) -> str:
+    """Kind and start of what a reward function returned."""
+    if answer is None:
+        return "nothing"
+    kind = "dict without rewards" if isinstance(answer, dict) else type(answer).__name__
+    return f"a {kind} {str(answer)[:80]}"

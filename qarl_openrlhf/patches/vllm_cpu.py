@@ -4,12 +4,16 @@ vLLM's own command line asks before it reads a word (``vllm.entrypoints.cli.main
 imported and where it makes its engine: both end in PackageNotFoundError although ``vllm`` can be imported.
 
     python -m qarl_openrlhf.patches.vllm_cpu serve DIR ...      is `vllm serve DIR ...`
+
+It also keeps vLLM from serving a w4a16 checkpoint with 8-bit activations, its default on a CPU with AMX.
 """
 
+import os
 from contextlib import contextmanager
 from importlib import metadata
 
 from qarl_openrlhf.patches.versions import require_version
+from qarl_openrlhf.runtime import CPU_ENVIRONMENT
 
 _version = metadata.version
 
@@ -43,6 +47,7 @@ def lm_eval_backend() -> type:
 
 
 def main() -> None:
+    os.environ.setdefault("VLLM_CPU_INT4_W4A8", CPU_ENVIRONMENT["VLLM_CPU_INT4_W4A8"])
     with answering_for_vllm():
         from vllm.entrypoints.cli.main import main as vllm
 

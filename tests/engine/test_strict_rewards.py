@@ -17,7 +17,11 @@ BODIES = {
     "hangs": ("import time; time.sleep(3)", "no answer within 0.5 s"),
     "nan": ("return {'rewards': float('nan'), 'scores': 0.0}", "returned rewards nan"),
     "inf score": ("return {'rewards': 1.0, 'scores': float('inf')}", "returned scores inf"),
-    "nothing": ("return None", "returned rewards None"),
+    "nothing": ("return None", "it returned nothing; return a dict"),
+    "none": ("return {'rewards': None}", "returned rewards None"),
+    "list": ("return [0.5]", "it returned a list [0.5]; return a dict"),
+    "number": ("return 0.5", "it returned a float 0.5; return a dict"),
+    "other key": ("return {'reward': 0.5}", "it returned a dict without rewards {'reward': 0.5}; return a dict"),
 }
 
 
