@@ -55,10 +55,14 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
                 notes.append(f"--{name} {value}: {why}")
 
     if not _has_flash_attn():
-        set_default("ds.attn_implementation", "sdpa", "flash-attn is not installed", always_noted=False)
+        varlen = getattr(flat, "ds.packing_samples") or getattr(flat, "train.dynamic_batch_enable")
+        kind = "qarl_varlen" if varlen else "sdpa"
+        set_default("ds.attn_implementation", kind, "flash-attn is not installed; PyTorch's own", always_noted=False)
         if getattr(flat, "ds.ring_attn_size") > 1:
             raise ConfigError("--ds.ring_attn_size > 1 needs flash-attn, which is not installed; use 1, or install flash-attn")
     if device == "cpu":
+        for role in ("actor", "ref", "critic", "reward"):
+            set_default(f"{role}.num_gpus_per_node", 1, "on a CPU, one process", always_noted=False)
         set_default("vllm.enforce_eager", True, "CUDA graphs need CUDA", always_noted=False)
         if getattr(flat, "vllm.enable_sleep"):
             setattr(flat, "vllm.enable_sleep", False)

@@ -109,6 +109,10 @@ class ResourcePlan:
             roles["engines"] = 0 if hybrid else args.vllm.num_engines * args.vllm.tensor_parallel_size
         return cls(roles)
 
+    def describe(self, device: str) -> str:
+        """ "8 GPUs (actor 4, engines 4)"; on a CPU each is a process."""
+        return str(self) if device != "cpu" else str(self).replace("GPUs", "processes on the CPU", 1)
+
     def __str__(self) -> str:
         parts = ", ".join(f"{role} {n or 'shared'}" for role, n in self.by_role.items())
         return f"{self.gpus} GPUs ({parts})"

@@ -11,6 +11,7 @@ from transformers import set_seed
 from qarl_openrlhf.actors.model_workers import plain_class
 from qarl_openrlhf.actors.samples import QarlSamplesGenerator
 from qarl_openrlhf.metrics.band_length import band_scale_line
+from qarl_openrlhf.metrics.changed_codes import still_line
 from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.metrics.writer import MetricsWriter
 
@@ -68,7 +69,7 @@ class ReportingTrainer:
         started = time.perf_counter()
         if not self.started:
             self.started = True
-            self.metrics_writer.note(start_policy_line(rollout_samples, self.args.rollout.n_samples_per_prompt))
+            self.metrics_writer.note(start_policy_line(rollout_samples, self.args))
             if line := band_scale_line(rollout_samples, self.args):
                 self.metrics_writer.note(line)
         status, next_step = super().train_step(rollout_samples, global_step)
@@ -90,6 +91,8 @@ class ReportingTrainer:
         warning = logs.pop("objective/warning", None)
         if warning:
             self.metrics_writer.note(f"step {global_step}: {warning}")
+        if line := still_line(self.args, global_step, logs.get("sync/changed_code_frac_total")):
+            self.metrics_writer.note(line)
         update = logs.pop("timing/update_total", 0.0)
         if not self.overlapping:
             logs["timing/step_total"] = logs.get("timing/generation", 0.0) + update
@@ -156,14 +159,16 @@ def mixed_group_fraction(samples: list, group: int) -> float:
     return sum(len(set(g)) > 1 for g in groups) / len(groups) if groups else 0.0
 
 
-def start_policy_line(samples: list, group: int) -> str:
-    """One line on the policy before any update, in the scheme it is sampled with."""
+def start_policy_line(samples: list, args) -> str:
+    """One line on the policy before the first update of this process, in the scheme it is sampled with."""
+    group, resumed = args.rollout.n_samples_per_prompt, args.ckpt.load_enable
     rewards = [float(sample.rewards.flatten()[0]) for sample in samples if sample.rewards is not None]
     if not rewards:
-        return "start policy: rewards come from a reward model"
+        return f"{'resumed' if resumed else 'start'} policy: rewards come from a reward model"
     mean = sum(rewards) / len(rewards)
     error = (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / len(rewards)) ** 0.5
     return (
-        f"start policy (as sampled, before training): mean reward {mean:.3f} +- {error:.3f} on {len(rewards)} responses, "
+        f"{f'policy resumed from {args.ckpt.load_tag}' if resumed else 'start policy'} (as sampled, before training): "
+        f"mean reward {mean:.3f} +- {error:.3f} on {len(rewards)} responses, "
         f"mixed groups {mixed_group_fraction(samples, group):.0%}"
     )

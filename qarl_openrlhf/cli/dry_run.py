@@ -40,7 +40,7 @@ def describe(args, resources, defaults: dict | None = None) -> tuple[str, list[s
         ("quantization plan:", [plan.table()]),
         ("memory, estimated:", [memory]),
         ("kernels:", _kernels(args)),
-        ("resources:", [str(resources)]),
+        ("resources:", [resources.describe(args.device)]),
         (
             "one rollout:",
             [

@@ -47,14 +47,19 @@ def dry_run(args, resources) -> None:
     text, problems = _refuse(describe, args, resources, None if args.dry_run_all else default_flags(host.parser))
     print(text)
     files = preflight(args)
-    if args.dry_run_gpu_gb:  # a plan for another machine: its files are there, not here
-        for problem in files:
-            print(f"note: on this machine, {problem}")
-        files = []
+    try:
+        for note in choose_checkpoint(args):
+            print(f"note: {note}")
+    except config.ConfigError as error:
+        files.append(str(error))
+    here = files if args.dry_run_gpu_gb else []  # a plan for another machine: its files are there, not here
+    for problem in here:
+        print(f"note: on this machine, {problem}")
     print(flush=True)  # the answer stands apart, also where it goes to stderr
-    _end_with(problems + files)
+    _end_with(problems + (files if not here else []))
     where = f"a card of {args.dry_run_gpu_gb:g} GiB" if args.dry_run_gpu_gb else "this machine"
-    print(f"dry run: nothing found that would keep this run from starting on {where}")
+    but = f"; on this machine {len(here)} thing{'s' if len(here) > 1 else ''} would, see above" if here else ""
+    print(f"dry run: nothing found that would keep this run from starting on {where}{but}")
 
 
 def _end_with(problems: list[str]) -> None:

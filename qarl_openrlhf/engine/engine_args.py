@@ -3,6 +3,8 @@
 import argparse
 import difflib
 import json
+from types import UnionType
+from typing import Union, get_args, get_origin
 
 # What decides which weights an engine has, or has a flag of its own: name -> what to use.
 OWNED = {
@@ -23,6 +25,7 @@ OWNED = {
     "logprobs_mode": "nothing: log-probs of the distribution that is sampled from",
     "distributed_executor_backend": "--vllm.tensor_parallel_size",
 }
+PLAIN = (int, float, bool, str, type(None))
 
 
 def checked(text: str) -> str:
@@ -50,12 +53,28 @@ def problem(given: dict) -> str | None:
 
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    known = [field.name for field in fields(AsyncEngineArgs)]
-    for name in given:
+    known = {field.name: field.type for field in fields(AsyncEngineArgs)}
+    for name, value in given.items():
         if name in OWNED:
             return f"--vllm.engine_args: {name} is not to be set there; use {OWNED[name]}"
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             return f"--vllm.engine_args: vLLM has no engine argument {name}{hint}"
+        wanted = _plain_kinds(known[name])
+        if wanted and not any(type(value) is kind or (kind is float and type(value) is int) for kind in wanted):
+            kinds = " or ".join("null" if kind is type(None) else kind.__name__ for kind in wanted)
+            return f"--vllm.engine_args: {name} is {json.dumps(value)}; vLLM takes {kinds} there"
+        if isinstance(value, (int, float)) and name.startswith("max_") and value < 1:
+            return f"--vllm.engine_args: {name} is {value}; at least 1 is needed"
+        if name.endswith("_bytes") and isinstance(value, int) and value < 1:
+            return f"--vllm.engine_args: {name} is {value}; at least 1 is needed"
     return None
+
+
+def _plain_kinds(annotation) -> list[type]:
+    """The types of a field that takes plain values only (int | None), else none: vLLM itself looks at the rest."""
+    if annotation in PLAIN:
+        return [annotation]
+    members = list(get_args(annotation)) if get_origin(annotation) in (Union, UnionType) else []
+    return members if members and all(kind in PLAIN for kind in members) else []

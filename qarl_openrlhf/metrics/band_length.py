@@ -13,7 +13,8 @@ def band_scale_line(samples: list, args) -> str | None:
         return None
     scale = args.objective.hyperparameters.get("band_scale", known["band_scale"].default)
     mean = sum(lengths) / len(lengths)
-    return (
-        f"responses have {mean:.1f} tokens on average; bands are scaled by --objective.band_scale {scale:g}, "
-        f"sqrt(16384 / mean length) would be {short_response_band_scale(mean):.3g}"
-    )
+    fitting = short_response_band_scale(mean)
+    line = f"responses have {mean:.1f} tokens on average; bands are scaled by --objective.band_scale {scale:g}"
+    if scale >= fitting / 2:
+        return f"{line} (sqrt(16384 / mean length) is {fitting:.3g}; more lets more responses take part in an update)"
+    return f"{line}, and sqrt(16384 / mean length) would be {fitting:.3g}: raise it, or most responses are left out of an update"

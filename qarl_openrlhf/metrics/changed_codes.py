@@ -57,3 +57,15 @@ def _differing(before: Tensor, now: Tensor, packed: bool) -> int | Tensor:
     differ = now.view(torch.uint8) ^ before.view(torch.uint8)
     halves = (differ & 0x0F, differ & 0xF0) if packed else (differ,)
     return sum(torch.count_nonzero(half) for half in halves)
+
+
+def still_line(args, step: int, changed: float | None) -> str | None:
+    """Said once, after three steps: not one low-bit code has changed, so every rollout has had the start policy's weights."""
+    if step != 3 or changed is None or changed > 0 or args.quant.scheme == "bf16":
+        return None
+    flag = "actor.muon.lr" if args.actor.optim == "muon" else "actor.adam.lr"
+    rate = args.actor.muon.lr if args.actor.optim == "muon" else args.actor.adam.lr
+    return (
+        f"no weight has changed its {args.quant.scheme} code in {step} steps, so the policy that is sampled from has not changed: raise "
+        f"--{flag} (now {rate:g})"
+    )

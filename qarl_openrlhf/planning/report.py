@@ -34,8 +34,9 @@ def memory_report(args, shape: ModelShape) -> tuple[str, list[str]]:
             lines.append("no card to compare with: --dry_run_gpu_gb GIB names its memory")
         elif problem := one.problem(card):
             problems.append(problem)
+            lines.append(f"{one.role} does NOT fit a card of {gib(card)}: about {gib(one.total(one.peak))} at the peak, '{one.peak}'")
         else:
-            lines.append(f"fits a card of {gib(card)}: about {gib(one.total(one.peak))} at the peak, '{one.peak}'")
+            lines.append(f"{one.role} fits a card of {gib(card)}: about {gib(one.total(one.peak))} at the peak, '{one.peak}'")
     return "\n".join(lines), problems
 
 

@@ -37,6 +37,7 @@ ours=(
     --actor.max_norm 1.0
     --data.apply_chat_template                                 # the model's own, around the instruction of prepare_data
     --train.colocate_all --vllm.enable_sleep --ds.enable_sleep # learner and engines take turns on the same GPUs
+    --ds.packing_samples                                       # no padding; what dynamic micro-batches need
     --actor.gradient_checkpointing_enable
     --actor.logprob_chunk 2048                                 # logits of so many tokens at a time: they are the largest part
     --ckpt.save_steps 20 --ckpt.max_num 3

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl_openrlhf.cli import ablate_objectives, doctor, evaluate, export, prepare_data
+from qarl_openrlhf.cli import ablate_objectives, bench_step, doctor, evaluate, export, prepare_data, train_qarl
 from qarl_openrlhf.cli.flags import add_flags
 from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.data import small_qwen3
@@ -37,7 +37,7 @@ EVIDENCE = [  # the first that matches
     (r"cli\.evaluate .*arc-c", ["tests/evaluation/test_harness.py::test_the_three_tasks"]),
     (r"cli\.evaluate ", ["tests/evaluation/test_evaluate.py::test_with_vllm_on_a_made_set"]),
     (
-        r"requirements/(eval|bitsandbytes)\.txt",
+        r"requirements/(eval|bitsandbytes|liger)\.txt",
         ["tests/evaluation/test_harness.py::test_the_three_tasks", "tests/optim/test_adam8bit.py::test_moments_of_8_bits"],
     ),
     (r"cli\.export .*--verify", ["tests/cli/test_export.py::test_verify_in_vllm"]),
@@ -48,6 +48,7 @@ EVIDENCE = [  # the first that matches
     (r"cli\.report --tokens", ["tests/report/test_tokens_html.py"]),
     (r"cli\.train_qarl ", ["tests/e2e/test_loop.py::test_two_steps"]),
     (r"cli\.ablate_objectives ", ["tests/e2e/test_ablation.py::test_two_arms_two_steps"]),
+    (r"cli\.bench_step ", ["benchmarks/results/step_8b_h200.json", "benchmarks/results/step_8b_engine_h200.txt"]),
     (r"cli\.bench_kernels ", ["benchmarks/results/kernels_layer_h200.json"]),
     (r"data\.small_qwen3 ", ["tests/data/test_small_qwen3.py"]),
     (r"scripts/quickstart\.sh", ["docs/results/quickstart/seed0.metrics.jsonl.gz"]),
@@ -84,6 +85,11 @@ def test_flags_exist(page, command):
         host = HostCommandLine()
         add_flags(host.parser)
         host.parser.parse_args(arguments)
+    elif module == bench_step.__name__:  # flags with a dot are the learner's
+        _, others = bench_step._parser().parse_known_args(arguments)
+        host = HostCommandLine()
+        add_flags(host.parser)
+        host.parser.parse_args(others)
     elif module == ablate_objectives.__name__:
         ablate_objectives._parser().parse_known_args(arguments)
     else:
@@ -133,3 +139,19 @@ def test_the_pages_have_commands_and_real_paths():
             assert (ROOT / path).is_file(), f"{page.name}: {path}"
         for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", text):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_command_of_the_readme_fits_what_it_says(tmp_path, capsys):
+    """Eight GPUs of 80 GB, by its own dry run; only paths are others."""
+    command = next(words for page, words in COMMANDS if page == "README.md" and "cli.train_qarl " in words)
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1 + 1 =", "label": "2"}\n' * 1000)
+    other = {
+        "Qwen/Qwen3-8B": str(ROOT / "tests/planning/configs/qwen3-8b"),
+        "prompts.jsonl": str(tmp_path / "prompts.jsonl"),
+        "my_reward.py": str(ROOT / "tests/tiny_reward.py"),
+    }
+    words = [other.get(word, word) for word in shlex.split(command)[3:]]
+    train_qarl.main([*words, "--metrics.dir", str(tmp_path), "--dry_run", "--dry_run_gpu_gb", "80"])
+    text = capsys.readouterr().out
+    assert "each learner GPU fits a card of 80.0 GiB" in text and "8 GPUs (actor 4, engines 4)" in text
+    assert text.rstrip().splitlines()[-1].startswith("dry run: nothing found")

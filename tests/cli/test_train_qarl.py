@@ -83,6 +83,9 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--vllm.engine_args", "max_num_seqs=512"], "--vllm.engine_args: not JSON"),
         (["--vllm.engine_args", "[1]"], "--vllm.engine_args: a JSON object"),
         (["--vllm.engine_args", '{"max_num_seq": 8}'], "--vllm.engine_args: vLLM has no engine argument max_num_seq; did you mean max_num_seqs?"),
+        (["--vllm.engine_args", '{"max_num_seqs": "four"}'], 'max_num_seqs is "four"; vLLM takes int or null there'),
+        (["--vllm.engine_args", '{"max_num_seqs": 0}'], "max_num_seqs is 0; at least 1"),
+        (["--vllm.engine_args", '{"kv_cache_memory_bytes": -1}'], "at least 1 is needed"),
         (["--vllm.engine_args", '{"load_format": "auto"}'], "load_format is not to be set there"),
         (["--vllm.engine_args", '{"tensor_parallel_size": 2}'], "use --vllm.tensor_parallel_size"),
         (["--quant.scheme", "w4a16:g16"], "w4a16:g32"),
@@ -134,7 +137,7 @@ def test_missing_model_is_named(base, capsys):
 def test_dry_run_prints_configuration_resources_and_plan(base, capsys):
     train_qarl.main([*base, "--quant.scheme", "w4a16:g64", "--objective.name", "tbpo", "--data.max_len", "512", "--dry_run"])
     text = capsys.readouterr().out
-    assert "--quant.scheme w4a16:g64" in text and "GPUs (actor 1" in text
+    assert "--quant.scheme w4a16:g64" in text and "processes on the CPU (actor 1" in text
     assert "model.layers.*.mlp.down_proj" in text and "lm_head" in text
 
 

@@ -11,6 +11,7 @@ import torch
 from qarl_openrlhf.metrics import diagnostics, histograms, records
 from qarl_openrlhf.metrics.accumulate import Sums
 from qarl_openrlhf.metrics.band_length import band_scale_line
+from qarl_openrlhf.metrics.changed_codes import still_line
 from qarl_openrlhf.metrics.start_policy import StartPolicy
 from qarl_openrlhf.metrics.token_records import EDGE_TOKENS, TokenRecorder
 from qarl_openrlhf.objectives import REGIONS, build_objective
@@ -208,5 +209,18 @@ def test_band_scale_line_compares_with_the_measured_length():
         return types.SimpleNamespace(objective=types.SimpleNamespace(name=name, hyperparameters=given))
 
     line = band_scale_line(samples, args("tbpo", band_scale=52.0))
-    assert "4.0 tokens" in line and "band_scale 52" in line and "would be 64" in line
+    assert "4.0 tokens" in line and "band_scale 52" in line and "is 64" in line
+    assert "would be 64: raise it" in band_scale_line(samples, args("tbpo", band_scale=1.0))
     assert band_scale_line(samples, args("grpo_tis")) is None and band_scale_line(samples, args(None)) is None
+
+
+def test_codes_that_stand_still_are_said_once():
+    def args(scheme, optim="adam"):
+        groups = dict(adam=types.SimpleNamespace(lr=1e-7), muon=types.SimpleNamespace(lr=1e-6), optim=optim)
+        return types.SimpleNamespace(quant=types.SimpleNamespace(scheme=scheme), actor=types.SimpleNamespace(**groups))
+
+    assert "raise --actor.adam.lr (now 1e-07)" in still_line(args("w4a16"), 3, 0.0)
+    assert "raise --actor.muon.lr (now 1e-06)" in still_line(args("w8a8", "muon"), 3, 0.0)
+    assert still_line(args("w4a16"), 2, 0.0) is None and still_line(args("w4a16"), 4, 0.0) is None
+    assert still_line(args("w4a16"), 3, 1e-6) is None and still_line(args("w4a16"), 3, None) is None
+    assert still_line(args("bf16"), 3, 0.0) is None
