@@ -4,7 +4,7 @@ import torch
 
 from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
 from qarl_openrlhf.objectives import objective_hyperparameters
-from qarl_openrlhf.planning.architecture import check_config, meta_model
+from qarl_openrlhf.planning.architecture import check_config, check_heads, meta_model
 from qarl_openrlhf.planning.host_memory import host_report
 from qarl_openrlhf.planning.memory import ModelShape
 from qarl_openrlhf.planning.placement import check_placement
@@ -24,6 +24,7 @@ def describe(args, resources, defaults: dict | None = None) -> tuple[str, list[s
     config = load_config(args)
     check_positions(args, config)
     check_placement(args)
+    check_heads(args)
     model, plan = _planned(args, config)
     try:
         shape = ModelShape.of(model, plan, config)

@@ -6,6 +6,7 @@ Every flag of OpenRLHF 0.11.2's ``train_ppo_ray`` works here; ``--help`` shows t
 import os
 import sys
 import threading
+from contextlib import ExitStack
 
 from qarl_openrlhf import config, runtime
 from qarl_openrlhf.cli.dry_run import check_layers, default_flags, describe, flatten, main_memory_problems
@@ -15,7 +16,9 @@ from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.metrics.startup import Startup
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
 from qarl_openrlhf.planning import numbers, placement, positions
+from qarl_openrlhf.planning.architecture import check_heads
 from qarl_openrlhf.preflight import hub, preflight
+from qarl_openrlhf.preflight.directories import held
 from qarl_openrlhf.preflight.resume import choose_checkpoint
 from qarl_openrlhf.quant.errors import QuantError
 
@@ -30,6 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     with Startup().waiting("files, model and memory are checked", "checked"):
         _refuse(placement.check_placement, args)
         _refuse(positions.check_positions, args)
+        _refuse(check_heads, args)
         _end_with(preflight(args) + _refuse(main_memory_problems, args))
     for note in _refuse(choose_checkpoint, args):
         print(f"note: {note}")
@@ -37,7 +41,9 @@ def main(argv: list[str] | None = None) -> None:
     # vLLM's own logger would fill the terminal; --ray.log_to_driver shows everything.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if args.ray.log_to_driver else "ERROR")
     environment = runtime.set_environment(args.device)
-    run(args, resources, environment)
+    with ExitStack() as stack:
+        _refuse(stack.enter_context, held(args))
+        run(args, resources, environment)
 
 
 def dry_run(args, resources) -> None:

@@ -24,6 +24,17 @@ OWNED = {
     "worker_extension_cls": "nothing: the weight sync needs its own",
     "logprobs_mode": "nothing: log-probs of the distribution that is sampled from",
     "distributed_executor_backend": "--vllm.tensor_parallel_size",
+    "pipeline_parallel_size": "--vllm.tensor_parallel_size",
+    "data_parallel_size": "--vllm.num_engines",
+    "generation_config": "the --rollout flags",
+    "override_generation_config": "the --rollout flags",
+    "enable_lora": "nothing: QaRL trains the full weights",
+    "speculative_config": "nothing: a draft model would not get the learner's weights",
+    "kv_cache_dtype": "nothing: the learner's keys and values are BF16",
+    "skip_tokenizer_init": "nothing: responses are decoded for their reward",
+} | {
+    name: "--actor.model_name_or_path"
+    for name in ("tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "hf_config_path", "config_format", "model_impl")
 }
 PLAIN = (int, float, bool, str, type(None))
 
@@ -34,12 +45,23 @@ def checked(text: str) -> str:
     The flag's value stays text: OpenRLHF makes a namespace of a dict.
     """
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON ({error}); e.g. '{{\"max_num_seqs\": 512}}'") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("a JSON object is needed, e.g. '{\"max_num_seqs\": 512}'")
     return text
+
+
+def _no_number(text: str):
+    raise ValueError(f"{text} is no number")
+
+
+def _once(pairs: list[tuple]) -> dict:
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice} is given twice")
+    return dict(pairs)
 
 
 def engine_args(args) -> dict:

@@ -6,7 +6,9 @@ later, somewhere else. Here a reward function that raises, hangs, or returns NaN
 
 import asyncio
 import math
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
         if type(executor) is SingleTurnAgentExecutor:
             executor.__class__ = cls
             executor.timeout_s = timeout_s
+            if getattr(executor, "reward_func", None) is not None:
+                executor.reward_func = _guarded(executor.reward_func)
 
     async def execute(self, prompt, label, *args, **kwargs):
         failures: list = []
@@ -71,6 +75,19 @@ class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
     def _message(self, prompt: str, error: Exception) -> str:
         return f"reward {', '.join(self.reward_endpoints)}: {type(error).__name__}: {error} (prompt {prompt[:80]!r})"
 
+
+
+def _guarded(function: Callable) -> Callable:
+    """``sys.exit`` in a reward function would end the event loop of the engine's actor without a word, and the run would wait."""
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except SystemExit as error:
+            raise RuntimeError(f"it called sys.exit({error.code!r})") from None
+
+    return call
 
 
 def _shown(answer: Any) -> str:

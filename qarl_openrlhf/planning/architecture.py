@@ -3,6 +3,7 @@
 import torch
 
 from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.planning.positions import load_config
 
 
 def check_config(config, name: str, tp: int = 1) -> None:
@@ -22,6 +23,24 @@ def check_config(config, name: str, tp: int = 1) -> None:
     if heads % tp:
         works = ", ".join(str(size) for size in (1, 2, 4, 8, 16) if heads % size == 0)
         raise ConfigError(f"--vllm.tensor_parallel_size {tp} does not divide the {heads} attention heads of {name}: use {works}")
+
+
+# Of vLLM 0.29's attention on a CPU; another size ends its process in the first batch.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_heads(args) -> None:
+    """ConfigError for heads of a size that the engine on a CPU does not know."""
+    if args.device != "cpu":
+        return
+    text = load_config(args).get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if size not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        raise ConfigError(
+            f"--actor.model_name_or_path {args.actor.model_name_or_path} has heads of size {size}: vLLM's attention on a CPU knows {sizes}; "
+            "use another model, or a GPU"
+        )
 
 
 def meta_model(config, name: str) -> torch.nn.Module:

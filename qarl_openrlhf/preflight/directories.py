@@ -1,16 +1,25 @@
-"""Directories that the run writes to can be made and written."""
+"""Directories that the run writes to: they can be made and written, hold no model that the run reads, and belong to one run."""
 
+import fcntl
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from qarl_openrlhf.config import ConfigError
 
+LOCK = ".lock"
+
 
 def check_directories(args) -> None:
-    """ConfigError for a directory that is a file, or that cannot be written; nothing is left behind."""
-    for flag, path in (("metrics.dir", args.metrics.dir), ("ckpt.output_dir", args.ckpt.output_dir), ("ckpt.path", args.ckpt.path)):
+    """ConfigError for a directory that is a file or a model's, or that cannot be written; nothing is left behind."""
+    models = {f"{role}.model_name_or_path": getattr(args, role).model_name_or_path for role in ("actor", "critic", "reward")}
+    for flag, path in _written(args).items():
         if not path:
             raise ConfigError(f"--{flag} is empty: name a directory")
+        for model_flag, model in models.items():
+            if model and os.path.isdir(model) and os.path.realpath(model) == os.path.realpath(path):
+                raise ConfigError(f"--{flag} {path} is the directory of --{model_flag}, which the run would overwrite: name another")
         existing = os.path.abspath(path)
         while not os.path.lexists(existing):
             existing = os.path.dirname(existing)
@@ -22,3 +31,35 @@ def check_directories(args) -> None:
                 pass
         except OSError as error:
             raise ConfigError(f"--{flag} {path}: cannot write to {existing} ({error.strerror}): name another directory") from None
+
+
+def _written(args) -> dict[str, str]:
+    return {"metrics.dir": args.metrics.dir, "ckpt.output_dir": args.ckpt.output_dir, "ckpt.path": args.ckpt.path}
+
+
+@contextmanager
+def held(args) -> Iterator[None]:
+    """The run's directories are its own within; ConfigError naming the process whose they are already.
+
+    A lock of the kernel's on a file in each: however a run ends, its directories are free again.
+    """
+    with ExitStack() as locks:
+        seen = set()
+        for flag, path in _written(args).items():
+            if os.path.realpath(path) in seen:
+                continue
+            seen.add(os.path.realpath(path))
+            os.makedirs(path, exist_ok=True)
+            file = locks.enter_context(open(os.path.join(path, LOCK), "a+", encoding="utf-8"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise ConfigError(f"--{flag} {path}: {holder} is writing a run there: wait for its end, or name another") from None
+            except OSError:  # a file system without locks
+                continue
+            file.truncate(0)
+            file.write(f"process {os.getpid()}")
+            file.flush()
+        yield

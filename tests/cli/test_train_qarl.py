@@ -87,6 +87,10 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--vllm.engine_args", '{"max_num_seqs": 0}'], "max_num_seqs is 0; at least 1"),
         (["--vllm.engine_args", '{"kv_cache_memory_bytes": -1}'], "at least 1 is needed"),
         (["--vllm.engine_args", '{"load_format": "auto"}'], "load_format is not to be set there"),
+        (["--vllm.engine_args", '{"override_generation_config": {"temperature": 0.1}}'], "use the --rollout flags"),
+        (["--vllm.engine_args", '{"tokenizer": "x"}'], "use --actor.model_name_or_path"),
+        (["--vllm.engine_args", '{"max_num_seqs": NaN}'], "NaN is no number"),
+        (["--vllm.engine_args", '{"max_num_seqs": 1, "max_num_seqs": 2}'], "max_num_seqs is given twice"),
         (["--vllm.engine_args", '{"tensor_parallel_size": 2}'], "use --vllm.tensor_parallel_size"),
         (["--quant.scheme", "w4a16:g16"], "w4a16:g32"),
         (["--quant.scheme", "fp8"], "no fp8 kernel for CPUs"),
@@ -215,3 +219,15 @@ def test_on_gpus_the_transport_follows_the_placement(base, extra, transport):
     args.sync.transport, args.sync.verify = "auto", "readback"
     with pytest.raises(config.ConfigError, match="use checksum"):
         config.choose_transport(args, "cuda")
+
+
+def test_heads_that_the_cpu_engine_does_not_know(base, tmp_path, capsys):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from qarl_openrlhf.planning.architecture import CPU_HEAD_SIZES
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    small = save_tiny_model(tmp_path / "small", "qwen3", hidden=64)
+    with pytest.raises(SystemExit) as stopped:
+        train_qarl.main([*base, "--actor.model_name_or_path", small, "--data.max_len", "64", "--rollout.max_new_tokens", "8", "--dry_run"])
+    assert stopped.value.code == 2 and "has heads of size 16: vLLM's attention on a CPU knows 32, 64" in capsys.readouterr().err

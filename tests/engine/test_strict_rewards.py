@@ -18,6 +18,7 @@ BODIES = {
     "nan": ("return {'rewards': float('nan'), 'scores': 0.0}", "returned rewards nan"),
     "inf score": ("return {'rewards': 1.0, 'scores': float('inf')}", "returned scores inf"),
     "nothing": ("return None", "it returned nothing; return a dict"),
+    "exits": ("import sys; sys.exit(3)", "it called sys.exit(3)"),
     "none": ("return {'rewards': None}", "returned rewards None"),
     "list": ("return [0.5]", "it returned a list [0.5]; return a dict"),
     "number": ("return 0.5", "it returned a float 0.5; return a dict"),

@@ -6,7 +6,6 @@ from types import SimpleNamespace as N
 import pytest
 
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.preflight.directories import check_directories
 from qarl_openrlhf.preflight.prompts import check_prompts
 
 
@@ -107,22 +106,3 @@ def test_evaluation_prompts_are_read_too(tmp_path):
     args.eval.dataset = str(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="--eval.dataset .* does not exist"):
         check_prompts(args)
-
-
-@pytest.mark.parametrize("flag", ["metrics.dir", "ckpt.output_dir", "ckpt.path"])
-def test_directories_are_tried_and_left_as_they_were(tmp_path, flag):
-    file = tmp_path / "file"
-    file.write_text("x")
-    group, name = flag.split(".")
-
-    def given(path) -> N:
-        good = str(tmp_path / "run" / "deep")
-        args = N(metrics=N(dir=good), ckpt=N(output_dir=good, path=good))
-        setattr(getattr(args, group), name, str(path))
-        return args
-
-    check_directories(given(tmp_path / "new"))
-    for wrong, message in ((file, "is not a directory"), (file / "below", "is not a directory"), ("/proc/x/y", "cannot write"), ("", "is empty")):
-        with pytest.raises(ConfigError, match=f"--{flag} .*{message}"):
-            check_directories(given(wrong))
-    assert os.listdir(tmp_path) == ["file"]
