@@ -24,10 +24,25 @@ def refusal(argv, capsys) -> str:
 
 
 @pytest.mark.parametrize("flag", RANGES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
 def test_no_flag_takes_a_number_that_is_none(flag, value):
+    if flag == "ckpt.max_mem" and value > 0:  # OpenRLHF's default, no limit
+        return check_numbers(flat(**{flag: value}))
     with pytest.raises(ConfigError, match=f"--{flag} .* is out of range: it takes a finite number"):
         check_numbers(flat(**{flag: value}))
+
+
+MAY_BE_NEGATIVE = {"ckpt.save_steps", "eval.steps", "actor.entropy_coef", "reward.overlong_penalty_factor", "reward.stop_properly_penalty_coef"}
+
+
+@pytest.mark.parametrize("flag", sorted(RANGES.keys() - MAY_BE_NEGATIVE - {"reward.clip_range"}))
+def test_few_flags_take_a_negative_number(flag):
+    with pytest.raises(ConfigError, match=f"--{flag} -1 is out of range"):
+        check_numbers(flat(**{flag: -1}))
+
+
+def test_the_ones_that_do():
+    check_numbers(flat(**dict.fromkeys(MAY_BE_NEGATIVE, -1), **{"reward.clip_range": (-10, 10)}))
 
 
 @pytest.mark.parametrize(
@@ -40,6 +55,12 @@ def test_no_flag_takes_a_number_that_is_none(flag, value):
         ("vllm.gpu_memory_utilization", 0.0, 1.0), ("vllm.gpu_memory_utilization", 7.0, 0.9), ("sync.timeout_s", 0.0, 0.5),
         ("sync.bucket_mb", 1e-9, 0.02), ("reward.timeout_s", 0.0, 1.0), ("ds.zero_stage", 7, 3), ("actor.adam.lr", -1e-6, 0.0),
         ("train.seed", 2**32, 0), ("preset_length", 0.0, 0.5), ("dry_run_gpu_gb", 0.0, 24.0), ("rollout.stop", ["a", ""], ["a"]),
+        ("actor.eps_clip_low_high", [0.2, float("nan")], [0.2, 0.28]), ("actor.eps_clip_low_high", [-1.0, 0.2], [0.0, 0.2]),
+        ("actor.adam.betas", (0.9, 2.0), (0.9, 0.95)), ("critic.adam.betas", (1.0, 0.9), (0.0, 0.0)), ("critic.adam.eps", 0.0, 1e-8),
+        ("critic.max_norm", -1.0, 0.0), ("actor.dual_clip", 1.0, 3.0), ("ckpt.max_num", 0, 1), ("ckpt.max_mem", 0.0, 5.0),
+        ("ckpt.save_steps", -2, -1), ("ckpt.save_steps", 0, 1), ("eval.steps", -3, -1), ("eval.steps", 0, 5),
+        ("logger.logging_steps", 0, 1), ("reward.timeout_s", 1e-9, 0.01), ("reward.timeout_s", 1e300, 1e6), ("sync.bucket_mb", 1e12, 4096),
+        ("ds.lora.rank", -3, 0), ("ref.num_gpus_per_node", 0, 1), ("reward.clip_range", [10, -10], [-10, 10]),
     ],
 )  # fmt: skip
 def test_ends_of_the_ranges(flag, wrong, right):
@@ -66,6 +87,8 @@ def test_every_flag_with_a_range_exists_and_its_default_is_in_it():
         (["--preset", "tbpo_short", "--rollout.max_new_tokens", "abc"], "--rollout.max_new_tokens abc: give a number of tokens"),
         (["--actor.model_name_or_path", " "], "--actor.model_name_or_path is missing"),
         (["--quant.kernel", "triton"], "on a CPU use auto or torch"),
+        (["--eval.steps", "0"], "--eval.steps 0 is out of range: it takes a finite number at least 1, or -1 for never"),
+        (["--actor.adam.betas", "2", "-1"], "--actor.adam.betas 2 -1 is out of range: it takes a finite number at least 0 and below 1"),
         (["--use_ms"], "needs the package modelscope"),
         (["--quant.schem", "w4a16"], "unrecognized arguments: --quant.schem"),
         (["--preset", "tbpo_shrt"], "unknown preset"),
