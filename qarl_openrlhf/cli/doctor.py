@@ -39,7 +39,9 @@ def examine(machine: Machine, device: str, *, model: str | None = None, scheme: 
 
 
 def _about_model(machine: Machine, device: str, model: str, scheme: str, tp: int):
+    from qarl_openrlhf.config import ConfigError
     from qarl_openrlhf.doctor.layers import check_layers, network_of
+    from qarl_openrlhf.preflight import hub
     from qarl_openrlhf.quant.errors import QuantError
     from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -47,6 +49,11 @@ def _about_model(machine: Machine, device: str, model: str, scheme: str, tp: int
         parsed = QuantScheme.parse(scheme)
     except QuantError as error:
         return None, [fail("scheme", str(error), "--scheme w4a16")]
+    try:
+        hub.settle_names(hub.model_on_hub("--model", model), [model])
+    except ConfigError as error:
+        message, _, fix = str(error).rpartition(": ")
+        return None, [fail("model", message, fix)]
     try:
         network, config, parameters = network_of(model)
     except (OSError, ValueError) as error:

@@ -14,16 +14,20 @@ import tempfile
 from pathlib import Path
 from statistics import fmean
 
+from qarl_openrlhf.cli.ending import own_process
 from qarl_openrlhf.cli.prepare_data import TEMPLATE, template_of
+from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.data.reasoning_gym import DataError
-from qarl_openrlhf.data.sources import CODE, EVAL
+from qarl_openrlhf.data.sources import CODE, EVAL, on_hub
 from qarl_openrlhf.engine.offline import ENGINES
 from qarl_openrlhf.evaluation import harness, records, sandbox, table
 from qarl_openrlhf.evaluation.code_items import CodeItem
 from qarl_openrlhf.evaluation.items import DEFAULT_K, Item, Settings, load_items
 from qarl_openrlhf.evaluation.scores import figure
+from qarl_openrlhf.preflight import hub
 from qarl_openrlhf.quant.errors import QuantError
 
+MAX_TOKENS = 16384
 PROMPT_TOKENS = 2048  # the paper's; prompt and response together are the engine's max_model_len
 
 
@@ -40,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--k", type=int, default=None, help="samples an item (default: 32 of AIME and AMC, 4 of the others; LiveCodeBench's score is pass@k)")
     add("--temperature", type=float, default=0.6, help="default: %(default)s")
     add("--top_p", type=float, default=1.0, help="default: %(default)s")
-    add("--max_tokens", type=int, default=16384, help="of a response (default: %(default)s)")
+    add("--max_tokens", type=int, default=MAX_TOKENS, help="of a response (default: %(default)s; lm-eval's tasks have their own)")
     add("--template", type=template_of, default=TEMPLATE, help="prompt of mathematics, with {problem} (default: %(default)r)")
     add("--chat", choices=("auto", "on", "off"), default="auto", help="apply the tokenizer's chat template (auto: if it has one)")
     add("--scheme", default=None, help="quantize BF16 weights to this first: w4a16[:gN], w8a8, fp8, w4a8")
@@ -73,6 +77,10 @@ def run(args) -> dict:
     theirs = [task for task in args.tasks if harness.name_of(task)]
     if theirs and len(theirs) < len(args.tasks):
         raise DataError(f"--tasks {' '.join(theirs)} are lm-eval's and need an engine of their own: a second command with the same --out")
+    models = {"MODEL": args.source, "--model": args.model}
+    remote = [wanted for flag, name in models.items() for wanted in hub.model_on_hub(flag, name)]
+    remote += harness.on_hub(theirs) if theirs else [w for task in args.tasks for w in on_hub(task, EVAL | CODE, "--tasks")]
+    hub.settle_names(remote, models.values())
     tasks = [] if theirs else [load_items(task, args.limit) for task in args.tasks]
     names = [items[0].task for items in tasks if items]
     if len(set(names)) < len(tasks):
@@ -81,12 +89,14 @@ def run(args) -> dict:
         sandbox.require()
         for item in programs:  # a broken one is named now, and not after its programs are sampled
             item.read_tests()
+    if theirs:
+        harness.check_data(theirs)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=out) as scratch:
         directory, scheme = weights(args, Path(scratch))
-        choice = engine_choice(args, directory)
-        settings = claim_settings(args, directory, scheme, choice)
+        choice = engine_choice(args, directory, own=not theirs)
+        settings = claim_settings(args, directory, scheme, choice, own=not theirs)
         if theirs:
             for scores in harness.run(directory, theirs, out, limit=args.limit, chat=args.chat == "on", **choice):
                 summary = join_summary(out, scores)
@@ -121,20 +131,27 @@ def weights(args, scratch: Path) -> tuple[str, str]:
     return str(scratch / "quantized"), str(scheme)
 
 
-def engine_choice(args, directory: str) -> dict:
-    """Arguments of `engine_settings`. Where prompt and response exceed the model's positions, prompts get less room."""
+def engine_choice(args, directory: str, *, own: bool = True) -> dict:
+    """Arguments of `engine_settings`. Where prompt and response exceed the model's positions, prompts get less room.
+
+    own: tasks that our runner samples, with --max_tokens; lm-eval's have lengths of their own.
+    """
     from transformers import AutoConfig
 
-    length = PROMPT_TOKENS + args.max_tokens
+    length = PROMPT_TOKENS + (args.max_tokens if own else MAX_TOKENS)
     positions = getattr(AutoConfig.from_pretrained(directory).get_text_config(), "max_position_embeddings", None) or length
-    if args.max_tokens >= positions:
-        raise DataError(f"--max_tokens {args.max_tokens}: {args.source} has {positions} positions for prompt and response together")
+    if own and args.max_tokens >= positions:
+        works = positions - min(PROMPT_TOKENS, positions // 4)
+        raise DataError(
+            f"--max_tokens {args.max_tokens}: {args.source} has {positions} positions for prompt and response together: "
+            f"use --max_tokens {works} or less"
+        )
     choice = {"engine": args.engine, "max_model_len": min(length, positions), "tp": args.tp, "seed": args.seed}
     return choice | {"memory": args.gpu_memory_utilization}
 
 
-def claim_settings(args, directory: str, scheme: str, choice: dict) -> Settings:
-    """The settings of this run; DataError, before an engine starts, if --out holds samples of others."""
+def claim_settings(args, directory: str, scheme: str, choice: dict, *, own: bool = True) -> Settings:
+    """The settings of this run; DataError, before an engine starts, if --out holds samples of others. own: see `engine_choice`."""
     from transformers import AutoTokenizer
 
     from qarl_openrlhf.engine.offline import engine_settings
@@ -145,7 +162,7 @@ def claim_settings(args, directory: str, scheme: str, choice: dict) -> Settings:
         model=args.source, scheme=scheme, engine=engine, temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens,
         template=args.template, chat=chat, seed=args.seed,
     )  # fmt: skip
-    records.claim(Path(args.out), settings)
+    records.claim(Path(args.out), settings, None if own else harness.SETTINGS)
     return settings
 
 
@@ -176,11 +193,11 @@ def main(argv: list[str] | None = None) -> None:
             print(table.markdown(table.read_runs(args.table)))
             return
         summary = run(args)
-    except (DataError, QuantError) as error:
+    except (DataError, QuantError, ConfigError) as error:
         raise SystemExit(f"evaluate: {error}") from None
     print(json.dumps(summary, indent=2))
     print(table.markdown(table.read_runs([args.out])))
 
 
 if __name__ == "__main__":
-    main()
+    own_process(main)

@@ -14,8 +14,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from qarl_openrlhf.cli.ending import own_process
+from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.data.files import why_unwritable
 from qarl_openrlhf.engine.offline import ENGINES, choose_engine, open_engine
+from qarl_openrlhf.preflight import hub
 from qarl_openrlhf.quant import QuantError, QuantScheme
 from qarl_openrlhf.quant.export_directory import bf16_directory, export_directory, load_learner
 from qarl_openrlhf.quant.replace import check_target
@@ -56,6 +59,8 @@ def check(args) -> QuantScheme:
     target = check_target(args.out, (args.source, *([args.model] if args.model else [])))
     if reason := why_unwritable(target.parent):
         raise QuantError(f"--out {args.out}: {reason}: name a directory that can be written to")
+    models = {"SOURCE": args.source, "--model": args.model}
+    hub.settle_names([wanted for flag, name in models.items() for wanted in hub.model_on_hub(flag, name)], models.values())
     return scheme
 
 
@@ -99,9 +104,9 @@ def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     try:
         run(args)
-    except (QuantError, OSError, SafetensorError) as error:  # the last two: of a disk that is full
+    except (QuantError, ConfigError, OSError, SafetensorError) as error:  # the last two: of a full disk
         raise SystemExit(f"export: {error}") from None
 
 
 if __name__ == "__main__":
-    main()
+    own_process(main)

@@ -19,21 +19,21 @@ from qarl_openrlhf.data.files import atomic_file, why_unwritable
 from qarl_openrlhf.data.math_rows import problem_and_label
 from qarl_openrlhf.data.overlap import OverlapIndex, words
 from qarl_openrlhf.data.reasoning_gym import DataError
-from qarl_openrlhf.data.sources import EVAL, TRAIN, load_rows
+from qarl_openrlhf.data.sources import EVAL, TRAIN, load_rows, on_hub, place_of
 
 TEMPLATE = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 
 
-def make_rows(name: str, raw: list[dict], template: str) -> list[dict]:
-    """Rows in our columns; DataError names the set and the row."""
+def make_rows(name: str, raw: list[dict], template: str, place: str) -> list[dict]:
+    """Rows in our columns; DataError names their place (a file, or a set on the hub) and the row."""
     rows = []
     for number, row in enumerate(raw, 1):
-        problem, label = problem_and_label(row, f"{name}, row {number}")
+        problem, label = problem_and_label(row, f"{place}, row {number}")
         source = str(row.get("source") or name)
         prompt = template.format(problem=problem)
         rows.append({"prompt": prompt, "label": label, "source": source, "problem": problem, "datasource": source})
     if not rows:
-        raise DataError(f"{name} has no rows")
+        raise DataError(f"{place} has no rows")
     return rows
 
 
@@ -66,22 +66,40 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def ask_hub(args) -> None:
+    """DataError, within seconds, for sets on the hub where it cannot be asked; where all are files it is not asked at all."""
+    remote = on_hub(args.train, TRAIN, "--train") + [wanted for argument in args.eval for wanted in on_hub(argument, EVAL, "--eval")]
+    if not remote:
+        return
+    from qarl_openrlhf.config import ConfigError
+    from qarl_openrlhf.preflight.hub import settle_names
+
+    try:
+        settle_names(remote)
+    except ConfigError as error:
+        given = args.train not in TRAIN and args.eval == list(EVAL)
+        more = ". The evaluation sets are the hub's unless --eval names files; --eval alone means none" if given else ""
+        raise DataError(f"{error}{more}") from None
+
+
 def prepare(args) -> dict:
     """Write all files; returns the summary."""
     out = Path(args.out)
     if reason := why_unwritable(out):
         raise DataError(f"--out {out}: {reason}: name a directory that can be written to")
+    ask_hub(args)
     evaluation = {}
     for argument in args.eval:
         name, raw = load_rows(argument, EVAL, "--eval")
         if name in evaluation:
             raise DataError(f"--eval names '{name}' twice; give one of them another name: NAME=FILE")
-        evaluation[name] = [row | {"source": name, "datasource": name} for row in make_rows(name, raw, args.template)]
+        rows = make_rows(name, raw, args.template, place_of(argument, EVAL))
+        evaluation[name] = [row | {"source": name, "datasource": name} for row in rows]
     summary = {"eval": {name: len(rows) for name, rows in evaluation.items()}}
     train = None
     if args.train != "none":
         name, raw = load_rows(args.train, TRAIN, "--train")
-        rows = make_rows(name, raw, args.template)
+        rows = make_rows(name, raw, args.template, place_of(args.train, TRAIN))
         train, gone = without_repeats(rows)
         index = OverlapIndex((set_name, row["problem"]) for set_name, rows_ in evaluation.items() for row in rows_)
         train, more = without_overlap(train, index)
@@ -115,13 +133,14 @@ def make_parser() -> argparse.ArgumentParser:
         description="Writes training prompts and evaluation sets as jsonl, the training set without what the evaluation sets have.",
     )
     parser.add_argument("--out", required=True, help="directory to write to")
-    parser.add_argument("--train", default="openr1-math-46k", metavar="NAME|FILE|none", help="training set (default: %(default)s)")
+    parser.add_argument("--train", default="openr1-math-46k", metavar="NAME|FILE|none", help="training set (default: %(default)s, from the hub); with a FILE give --eval, too")
     parser.add_argument(
         "--eval",
         nargs="*",
         default=list(EVAL),
         metavar="NAME|NAME=FILE",
-        help=f"evaluation sets, which the training set is cleared of (default: {' '.join(EVAL)}); files: .jsonl, .json, .parquet",
+        help=f"evaluation sets, which the training set is cleared of (default: {' '.join(EVAL)}, from the hub; --eval alone: none); "
+        "files: .jsonl, .json, .parquet. Without a network, both --train and --eval must name files",
     )
     parser.add_argument("--template", default=TEMPLATE, type=template_of, help="prompt, with {problem} (default: %(default)r)")
     return parser

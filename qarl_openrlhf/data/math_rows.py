@@ -21,7 +21,7 @@ LABEL_COLUMNS = ("label", "final_answer", "answer", "reward_model", "solution")
 
 
 def problem_and_label(row: dict, where: str) -> tuple[str, str]:
-    """DataError naming `where` (set and row number) and the columns that are there."""
+    """DataError naming `where` (file and row number) and the columns that are there."""
     problem = next((text for column in PROBLEM_COLUMNS if (text := _problem(row.get(column)))), None)
     label = next((text for column in LABEL_COLUMNS if (text := _label(column, row.get(column)))), None)
     if problem is None or label is None:

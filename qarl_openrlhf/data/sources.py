@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qarl_openrlhf.data.reasoning_gym import DataError
+
+if TYPE_CHECKING:
+    from qarl_openrlhf.preflight.hub import Wanted
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,21 @@ EVAL = {
 _LIVECODEBENCH = tuple(f"test{release}.jsonl" for release in ("", "2", "3", "4", "5", "6"))
 CODE = {"livecodebench": Source("livecodebench", "livecodebench/code_generation_lite", "test", files=_LIVECODEBENCH)}
 FORMATS = (".jsonl", ".json", ".parquet")
+
+
+def on_hub(argument: str, known: dict[str, Source], flag: str) -> list[Wanted]:
+    """[what `load_rows` would take from the hub], for `hub.settle_names`; [] for files."""
+    if argument not in known:
+        return []
+    from qarl_openrlhf.preflight.hub import Wanted  # imports torch
+
+    remedy = f"with its files on this machine write {flag} {argument}=FILE ({', '.join(FORMATS)})"
+    return [Wanted(flag, "datasets", known[argument].hub, remedy, shown=argument)]
+
+
+def place_of(argument: str, known: dict[str, Source]) -> str:
+    """Where the rows of `load_rows` come from, for messages: the path of a file, or the name of a set on the hub."""
+    return argument if argument in known else argument.partition("=")[2] or argument
 
 
 def load_rows(argument: str, known: dict[str, Source], flag: str) -> tuple[str, list[dict]]:

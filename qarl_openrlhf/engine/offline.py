@@ -19,10 +19,16 @@ MEMORY = {"cpu": 0.3, "cuda": 0.9}  # share of the device's memory; vLLM's own 0
 
 
 def scheme_of(directory: str) -> QuantScheme:
-    """The scheme a directory (or hub model) was exported in, from its quantization_config; bf16 without one."""
+    """The scheme a directory (or hub model) was exported in, from its quantization_config; bf16 without one. QuantError without a
+    config.json that can be read."""
     from transformers import AutoConfig
 
-    config = getattr(AutoConfig.from_pretrained(directory), "quantization_config", None)
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except Exception as error:  # no file, no JSON, values of the wrong kind, an unknown architecture: many classes
+        reason = (str(error).strip().splitlines() or [""])[0][:300]
+        raise QuantError(f"{directory} has no config.json that transformers reads: {type(error).__name__}: {reason}") from None
+    config = getattr(config, "quantization_config", None)
     if not config:
         return QuantScheme.parse("bf16")
     config = config if isinstance(config, dict) else config.to_dict()

@@ -12,6 +12,7 @@ from pathlib import Path
 from qarl_openrlhf.data.files import atomic_file
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.engine.offline import engine_settings
+from qarl_openrlhf.preflight.hub import Wanted
 
 # our name -> (lm-eval's task, the metric that is the score, its few-shot examples (None: the task's own), its set on the hub)
 TASKS = {
@@ -19,6 +20,7 @@ TASKS = {
     "gpqa-diamond": ("gpqa_diamond_cot_zeroshot", "exact_match,flexible-extract", None, "Idavidrein/gpqa"),
     "mmlu-pro": ("mmlu_pro", "exact_match,custom-extract", None, "TIGER-Lab/MMLU-Pro"),
 }
+SETTINGS = ("model", "scheme", "engine", "seed")  # of `Settings`, those that its scores depend on
 INSTALL = "pip install --no-deps -r requirements/eval.txt"
 
 
@@ -41,6 +43,37 @@ def require(arguments: list[str]) -> None:
             )
 
 
+def on_hub(arguments: list[str]) -> list[Wanted]:
+    """The data sets that are not given as a DIR."""
+    names = [argument for argument in arguments if "=" not in argument]
+    return [Wanted("--tasks", "datasets", TASKS[name][3], _with_a_copy(name), shown=name) for name in names]
+
+
+def _with_a_copy(name: str) -> str:
+    hub = TASKS[name][3]
+    return f"with a copy of it on this machine (hf download --repo-type dataset {hub} --local-dir DIR) write --tasks {name}=DIR"
+
+
+def check_data(arguments: list[str]) -> None:
+    """DataError for a data set that cannot be loaded, before a model is: absent, gated, wrong columns or splits."""
+    from lm_eval.tasks import TaskManager
+
+    for argument in arguments:
+        name, _, data = argument.partition("=")
+        with _loading(argument), _tasks(TASKS[name][0], data) as chosen:
+            (chosen.get("task_manager") or TaskManager()).load(chosen["tasks"])
+
+
+@contextmanager
+def _loading(argument: str) -> Iterator[None]:
+    name, _, data = argument.partition("=")
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the hub's classes for offline, gated, unknown; wrong columns or splits
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise DataError(f"--tasks {argument}: {data or TASKS[name][3]} cannot be loaded or run ({reason}): {_with_a_copy(name)}") from None
+
+
 def run(
     directory: str, arguments: list[str], out: Path, *, limit: int | None = None, chat: bool = False, **choice
 ) -> Iterator[dict]:
@@ -61,17 +94,11 @@ def run(
     model = lm_eval_backend()(pretrained=directory, batch_size="auto", **settings)  # one engine for all tasks
     for argument in arguments:
         name, _, data = argument.partition("=")
-        task, metric, shots, hub = TASKS[name]
-        try:
-            with _tasks(task, data) as chosen:
-                found = lm_eval.simple_evaluate(
-                    model=model, num_fewshot=shots, limit=limit, apply_chat_template=chat, bootstrap_iters=0, **chosen
-                )
-        except (OSError, ValueError) as error:  # the hub's classes for offline, gated, unknown; wrong columns or splits
-            raise DataError(
-                f"--tasks {argument}: {data or hub} cannot be loaded or run ({type(error).__name__}: {str(error)[:300]}); with a copy "
-                f"of {hub} on this machine write --tasks {name}=DIR"
-            ) from error
+        task, metric, shots, _ = TASKS[name]
+        with _loading(argument), _tasks(task, data) as chosen:
+            found = lm_eval.simple_evaluate(
+                model=model, num_fewshot=shots, limit=limit, apply_chat_template=chat, bootstrap_iters=0, **chosen
+            )
         scores = found["results"][task]
         if metric not in scores:
             raise DataError(

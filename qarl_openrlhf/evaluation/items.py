@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import asdict, dataclass
 
 from qarl_openrlhf.data.math_rows import problem_and_label
-from qarl_openrlhf.data.sources import CODE, EVAL, load_rows
+from qarl_openrlhf.data.sources import CODE, EVAL, load_rows, place_of
 
 # Samples an item where --k is not given: small sets need many for a steady average. Ours; the paper does not print its k.
 DEFAULT_K = {"aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4}
@@ -48,12 +48,13 @@ class Settings:
 
 
 def load_items(argument: str, limit: int | None = None) -> list[Item]:
-    """Items of 'NAME', 'FILE' or 'NAME=FILE'; a set with LiveCodeBench's columns gives `CodeItem`s. DataError names the flag, the
-    set and the row."""
+    """Items of 'NAME', 'FILE' or 'NAME=FILE'; a set with LiveCodeBench's columns gives `CodeItem`s. DataError names the flag,
+    the file and the row."""
     from qarl_openrlhf.evaluation.code_items import code_items, is_code
 
     name, rows = load_rows(argument, EVAL | CODE, "--tasks")
     if is_code(rows):
         return code_items(name, rows[:limit])
-    pairs = [problem_and_label(row, f"{name}, row {number}") for number, row in enumerate(rows[:limit], 1)]
+    place = place_of(argument, EVAL)
+    pairs = [problem_and_label(row, f"{place}, row {number}") for number, row in enumerate(rows[:limit], 1)]
     return [Item(name, index, problem, label) for index, (problem, label) in enumerate(pairs)]

@@ -16,15 +16,15 @@ from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.evaluation.items import Item, Settings
 
 
-def claim(directory: Path, settings: Settings) -> None:
-    """Write settings.json, or find the same there; DataError names what differs."""
+def claim(directory: Path, settings: Settings, names: tuple[str, ...] | None = None) -> None:
+    """Write settings.json, or find the same there; DataError names what differs. names: of those that count (default: all)."""
     path = directory / "settings.json"
-    if path.is_file():
-        before, now = json.loads(path.read_text(encoding="utf-8")), settings.to_dict()
-        changed = [f"{key} {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]
-        if changed:
-            raise DataError(f"--out {directory} holds samples made otherwise ({'; '.join(changed)}): choose another directory")
-    write_json(path, settings.to_dict())
+    now = {name: value for name, value in settings.to_dict().items() if names is None or name in names}
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    changed = [f"{key} {before[key]!r}, now {now[key]!r}" for key in now if key in before and before[key] != now[key]]
+    if changed:
+        raise DataError(f"--out {directory} holds samples made otherwise ({'; '.join(changed)}): choose another directory")
+    write_json(path, before | now)
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -6,8 +6,11 @@ network; a model that cannot be had is then noticed by a Ray worker, minutes lat
 
 import json
 import os
+import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.paths import looks_local
@@ -15,6 +18,28 @@ from qarl_openrlhf.planning.paths import looks_local
 MODELS = ("actor.model_name_or_path", "critic.model_name_or_path", "reward.model_name_or_path")
 DATASETS = ("data.prompt_dataset", "eval.dataset")
 TIMEOUT_S = 5.0
+
+
+class Wanted(NamedTuple):
+    """A name that can only come from the hub. flag: what named it, as the user wrote it; kind: "models" or "datasets".
+
+    remedy: what works without the hub, where it is not a local path in the name's place; shown: what was written, where it is not
+    the hub's name.
+    """
+
+    flag: str
+    kind: str
+    name: str
+    remedy: str = ""
+    shown: str = ""
+
+    def missing(self, why: str) -> str:
+        """What is wrong and what would work, as one line."""
+        absent = f"not in the cache of the hub, and {why}"
+        if self.remedy:
+            return f"{self.flag} {self.shown or self.name}: {self.name} is {absent}: {self.remedy}"
+        here = "directory" if self.kind == "models" else "file or directory"
+        return f"{self.flag} {self.name} is no {here} here and {absent}: name a local {here}, or download it first"
 
 
 def settle(flat) -> list[str]:
@@ -26,35 +51,55 @@ def settle(flat) -> list[str]:
     """
     if flat.use_ms:  # ModelScope's names
         return []
-    remote = hub_names(flat)
+    return settle_names(hub_names(flat), [getattr(flat, flag) for flag in MODELS])
+
+
+def settle_names(remote: Iterable[Wanted], models: Iterable[str | None] = ()) -> list[str]:
+    """As `settle`, of all names on the hub that a command needs, and its models wherever they are."""
+    remote = list(remote)
     if not remote:
-        if not any(_has_remote_code(getattr(flat, flag)) for flag in MODELS):
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        if not any(_has_remote_code(model) for model in models):
+            _go_offline()
         return []
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     if not offline and reachable(endpoint()):
         return []
     why = "HF_HUB_OFFLINE is set" if offline else f"{endpoint()} is not reachable"
-    for flag, kind, name in remote:
-        if not is_cached(kind, name):
-            here = "directory" if kind == "models" else "file or directory"
-            raise ConfigError(
-                f"--{flag} {name} is no {here} here and not in the cache of the hub, and {why}: name a local {here}, or download it first"
-            )
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    return [f"{', '.join(name for *_, name in remote)}: from the cache of the hub, since {why}"]
+    for wanted in remote:
+        if not is_cached(wanted.kind, wanted.name):
+            raise ConfigError(wanted.missing(why))
+    _go_offline(always=True)
+    return [f"{', '.join(wanted.name for wanted in remote)}: from the cache of the hub, since {why}"]
 
 
-def hub_names(flat) -> list[tuple[str, str, str]]:
-    """(flag, "models" or "datasets", name) of everything that can only come from the hub."""
+def model_on_hub(flag: str, name: str | None) -> list[Wanted]:
+    """[the model], where it can only come from the hub; [] for a path and for None."""
+    return [] if is_local(name or "") else [Wanted(flag, "models", name)]
+
+
+def _go_offline(*, always: bool = False) -> None:
+    if always:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    else:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if os.environ["HF_HUB_OFFLINE"] == "1" and (constants := sys.modules.get("huggingface_hub.constants")):
+        constants.HF_HUB_OFFLINE = True  # it read the variable when it was imported
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is, or can only have been meant as, a path of this machine (or a URL): the hub's are NAME or OWNER/NAME."""
+    return not name or looks_local(name) or os.path.exists(name) or "://" in name or name.count("/") > 1
+
+
+def hub_names(flat) -> list[Wanted]:
+    """Everything that can only come from the hub."""
     found = []
     for kind, flags in (("models", MODELS), ("datasets", DATASETS)):
         for flag in flags:
             for name in (getattr(flat, flag) or "").split(","):
                 name = name.split("@")[0].strip()
-                local = not name or looks_local(name) or os.path.exists(name) or "://" in name or name.count("/") > 1
-                if not local and not (kind == "datasets" and os.path.splitext(name)[1]):
-                    found.append((flag, kind, name))
+                if not is_local(name) and not (kind == "datasets" and os.path.splitext(name)[1]):
+                    found.append(Wanted(f"--{flag}", kind, name))
     return found
 
 
@@ -74,12 +119,17 @@ def reachable(url: str) -> bool:
 
 
 def is_cached(kind: str, name: str) -> bool:
-    """Whether the hub's cache on this machine has any version of a model or data set."""
+    """Whether the hub's caches on this machine have any version of a model or data set."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     home = os.environ.get("HF_HOME") or os.path.join(caches, "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     snapshots = os.path.join(cache, f"{kind}--{name.replace('/', '--')}", "snapshots")
-    return os.path.isdir(snapshots) and bool(os.listdir(snapshots))
+    if os.path.isdir(snapshots) and os.listdir(snapshots):
+        return True
+    prepared = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")  # OWNER___a_name of OWNER/AName
+    if kind != "datasets" or not os.path.isdir(prepared):
+        return False
+    return name.replace("/", "").replace("_", "").lower() in (folder.replace("_", "").lower() for folder in os.listdir(prepared))
 
 
 def _has_remote_code(name: str | None) -> bool:

@@ -102,9 +102,9 @@ def test_openrlhf_reads_the_columns(tmp_path, files):
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([{"text": "?", "answer": "1"}], "rows, row 1 has no problem.*its columns are text, answer"),
-        ([{"problem": "?", "answer": "1"}, {"problem": "?", "solution": "no box"}], "rows, row 2 has no label"),
-        ([], "rows has no rows"),
+        ([{"text": "?", "answer": "1"}], "rows.jsonl, row 1 has no problem.*its columns are text, answer"),
+        ([{"problem": "?", "answer": "1"}, {"problem": "?", "solution": "no box"}], "rows.jsonl, row 2 has no label"),
+        ([], "rows.jsonl has no rows"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(tmp_path, rows, message):
@@ -137,12 +137,16 @@ def test_bad_arguments_name_the_flag(tmp_path, capsys):
 def test_the_hub_s_absence_is_an_error_that_says_what_works(tmp_path, monkeypatch):
     import datasets
 
+    from qarl_openrlhf.preflight import hub
+
     def offline(*args, **kwargs):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(hub, "reachable", lambda url: True)  # as through a proxy that lets some of it through
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     with pytest.raises(SystemExit, match="--eval aime24: HuggingFaceH4/aime_2024 .*--eval aime24=FILE"):
-        prepare_data.main(["--out", str(tmp_path / "out"), "--eval", "aime24"])
+        prepare_data.main(["--out", str(tmp_path / "out"), "--train", "none", "--eval", "aime24"])
 
 
 def test_overlap_is_about_copies_not_about_topics():

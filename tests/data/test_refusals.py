@@ -31,7 +31,7 @@ FILES = {
     "rows.parquet": (ROW, "is no parquet file"),
     "empty.parquet": (b"", "is no parquet file"),
     "messages.jsonl": (b'{"prompt": ["a", 3, {"role": "user"}], "answer": 1}\n', "row 1 has no problem"),
-    "empty.jsonl": (b"", "empty has no rows"),
+    "empty.jsonl": (b"", "empty.jsonl has no rows"),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 from qarl_openrlhf.cli import evaluate
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.engine.offline import choose_engine
+from qarl_openrlhf.evaluation import harness
 from qarl_openrlhf.evaluation.grade import MathGrader
 from qarl_openrlhf.evaluation.items import Settings, load_items
 from qarl_openrlhf.evaluation.records import Records, claim
@@ -113,7 +114,7 @@ def test_arguments_are_checked_before_an_engine_starts(tmp_path, made):
         "--k and --limit": [model, "--out", "o", "--k", "0"],
         "--tasks aime99: neither a file nor one of aime24": [model, "--out", "o", "--tasks", "aime99"],
         "two sets have one name": [model, "--out", str(tmp_path / "o"), "--tasks", made, f"made={made}"],
-        "has 512 positions": [model, "--out", str(tmp_path / "o"), "--tasks", made],
+        "--max_tokens 16384: MODEL has 512 positions for prompt and response together: use --max_tokens 384 or less": [model, "--out", str(tmp_path / "o"), "--tasks", made],
         "needs a GPU": [model, "--out", str(tmp_path / "p"), "--tasks", made, "--scheme", "fp8", "--max_tokens", "8"],
         "--table": ["--table", str(tmp_path)],
     }
@@ -125,7 +126,25 @@ def test_arguments_are_checked_before_an_engine_starts(tmp_path, made):
     for message, arguments in cases.items():
         with pytest.raises(SystemExit) as error:
             evaluate.main(arguments)
-        assert message in str(error.value), arguments
+        assert message in str(error.value).replace(model, "MODEL"), arguments
+
+
+def test_lengths(tmp_path):
+    model = save_tiny_model(tmp_path / "model", "llama")
+    parse = evaluate.make_parser().parse_args
+    assert evaluate.engine_choice(parse([model, "--max_tokens", "384"]), model)["max_model_len"] == 512
+    assert evaluate.engine_choice(parse([model]), model, own=False)["max_model_len"] == 512  # lm-eval's lengths, not --max_tokens
+
+
+def test_lm_eval_s_tasks_share_a_directory_with_any_sampling(tmp_path):
+    claim(tmp_path, SETTINGS, harness.SETTINGS)
+    claim(tmp_path, Settings(**SETTINGS.to_dict() | {"max_tokens": 9}))
+    claim(tmp_path, SETTINGS, harness.SETTINGS)
+    assert json.loads((tmp_path / "settings.json").read_text())["max_tokens"] == 9
+    with pytest.raises(DataError, match="max_tokens 9, now 8"):
+        claim(tmp_path, SETTINGS)
+    with pytest.raises(DataError, match="scheme 'bf16', now 'w8a8'"):
+        claim(tmp_path, Settings(**SETTINGS.to_dict() | {"scheme": "w8a8"}), harness.SETTINGS)
 
 
 def test_table_of_runs(tmp_path, capsys):
@@ -156,6 +175,7 @@ def test_with_vllm_on_a_made_set(tmp_path, made, scheme):
     command += ["--max_tokens", "16", "--template", "{problem} =", "--scheme", scheme, "--workers", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "leaked" not in done.stderr and "Traceback" not in done.stderr and done.stdout.splitlines()[-1].startswith("| out | ")
     records = [json.loads(line) for line in (out / "sums.jsonl").read_text().splitlines()]
     assert [len(record["samples"]) for record in records] == [3] * 6
     assert len({sample["text"] for sample in records[0]["samples"]}) > 1  # really k different samples

@@ -36,6 +36,20 @@ def test_vllm_is_found_under_its_other_name():
 
 
 @pytest.mark.slow
+def test_data_is_looked_for_before_an_engine_starts(tmp_path, tmp_path_factory):
+    environment = with_packages("eval", "lm_eval", tmp_path_factory.getbasetemp() / "lm_eval")
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    model = save_tiny_model(tmp_path / "model", "qwen3", hidden=128)
+    (tmp_path / "empty").mkdir()
+    for task, message in (("arc-c", "--tasks arc-c: allenai/ai2_arc is not in the cache"), ("arc-c=empty", "empty cannot be loaded")):
+        command = [sys.executable, "-m", "qarl_openrlhf.cli.evaluate", model, "--out", "out", "--tasks", task]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode == 1 and message in last and last.endswith("write --tasks arc-c=DIR"), done.stderr[-2000:]
+        assert "safetensors" not in done.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16:g64"])
 def test_the_three_tasks(tmp_path, tmp_path_factory, scheme):
     environment = with_packages("eval", "lm_eval", tmp_path_factory.getbasetemp() / "lm_eval") | {"HF_HUB_OFFLINE": "1"}
@@ -47,7 +61,7 @@ def test_the_three_tasks(tmp_path, tmp_path_factory, scheme):
     out = tmp_path / "out"
     tasks = [f"{name}={directory}" for name, directory in write_copies(tmp_path / "hub").items()]
     command = [sys.executable, "-m", "qarl_openrlhf.cli.evaluate", model, "--out", str(out), "--tasks", *tasks]
-    command += ["--scheme", scheme, "--limit", "1", "--max_tokens", "2048"]
+    command += ["--scheme", scheme, "--limit", "1"]  # 4096 positions: less than --max_tokens, which is not theirs
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     scores = json.loads((out / "summary.json").read_text())["tasks"]

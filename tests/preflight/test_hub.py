@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from qarl_openrlhf.cli import doctor, evaluate, export, prepare_data
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.preflight import hub
 from tests.e2e.conftest import argv, flags, prompts, tiny_model  # noqa: F401  fixtures
@@ -94,6 +96,38 @@ def test_what_is_in_the_cache_is_taken_from_there(environment, tmp_path):
     notes = hub.settle(arguments(actor__model_name_or_path="Qwen/Qwen3-8B", data__prompt_dataset="owner/set"))
     assert notes == ["Qwen/Qwen3-8B, owner/set: from the cache of the hub, since http://127.0.0.1:9 is not reachable"]
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_data_set_that_datasets_has_prepared_is_there(environment, tmp_path):
+    assert not hub.is_cached("datasets", "HuggingFaceH4/MATH-500")
+    (tmp_path / "hf" / "datasets" / "HuggingFaceH4___math-500").mkdir(parents=True)
+    (tmp_path / "hf" / "datasets" / "owner___two_words").mkdir()
+    assert hub.is_cached("datasets", "HuggingFaceH4/MATH-500") and hub.is_cached("datasets", "owner/TwoWords")
+    assert not hub.is_cached("models", "HuggingFaceH4/MATH-500") and not hub.is_cached("datasets", "owner/Two")
+
+
+@pytest.mark.parametrize(
+    "main, words, message",
+    [
+        (evaluate.main, ["no/model", "--out", "OUT"], "MODEL no/model is no directory here"),
+        (evaluate.main, [".", "--out", "OUT", "--tasks", "aime24"], "--tasks aime24: HuggingFaceH4/aime_2024 is not in the cache .*: .*write --tasks aime24=FILE"),
+        (export.main, ["runs/ckpt", "--out", "OUT"], "SOURCE runs/ckpt is no directory here"),
+        (export.main, [".", "--model", "no/model", "--out", "OUT"], "--model no/model is no directory here"),
+        (doctor.main, ["--model", "no/model"], "FAIL  model       --model no/model is no directory here"),
+        (prepare_data.main, ["--out", "OUT"], "--train openr1-math-46k: Elliott/.* is not in the cache .*write --train openr1-math-46k=FILE"),
+        (prepare_data.main, ["--out", "OUT", "--train", "FILE"], "--eval aime24: .*write --eval aime24=FILE.*--eval alone means none"),
+    ],
+)  # fmt: skip
+def test_the_other_commands_say_so_too(environment, tmp_path, capsys, main, words, message):
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    words = [{"OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "rows.jsonl")}.get(word, word) for word in words]
+    environment.chdir(tmp_path)
+    started = time.monotonic()
+    with pytest.raises(SystemExit) as error:
+        main(words)
+    said = f"{error.value.code}\n{capsys.readouterr().out}"
+    assert re.search(message, said) and "http://127.0.0.1:9 is not reachable" in said
+    assert time.monotonic() - started < hub.TIMEOUT_S + 5 and not (tmp_path / "out").exists()  # doctor loads Ray and vLLM
 
 
 def test_a_hub_that_answers_is_asked_once_and_left_to_the_libraries(environment, server):

@@ -1,0 +1,46 @@
+"""A command that owns its process: its status, and what it says last."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import atexit, os, sys
+from qarl_openrlhf.cli.ending import own_process
+atexit.register(lambda: sys.stderr.write("registered\\n"))
+def main():
+    print("result")
+    {end}
+own_process(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "end, status, said",
+    [
+        ("pass", 0, ["registered"]),
+        ("sys.exit()", 0, ["registered"]),
+        ("sys.exit(3)", 3, ["registered"]),
+        ("sys.exit('export: no')", 1, ["registered", "export: no"]),
+        ("raise KeyError('name')", 1, ["registered", "Traceback (most recent call last):", ..., "KeyError: 'name'"]),
+        ("raise KeyboardInterrupt", 130, ["registered", "Traceback (most recent call last):", ..., "KeyboardInterrupt"]),
+    ],
+)
+def test_status_and_last_line(end, status, said):
+    done = subprocess.run([sys.executable, "-c", START.format(end=end)], capture_output=True, text=True, timeout=100)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (status, "result\n")
+    if ... in said:
+        assert (lines[:2], lines[-1]) == (said[:2], said[-1])
+    else:
+        assert lines == said
+
+
+@pytest.mark.parametrize("last, status", [("main()", -signal.SIGABRT), ("own_process(main)", 0)])
+def test_what_native_libraries_do_when_the_interpreter_is_gone_is_not_reached(last, status):
+    """Registered where nanobind's list of leaks is; here it is an abort, which cannot be overlooked."""
+    register = "import ctypes; ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).abort)"
+    program = START.format(end="pass").replace("own_process(main)", f"{register}\n{last}")
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100).returncode == status
