@@ -8,6 +8,7 @@ CHECKS = (
     python_files.check_reward,
     python_files.check_agent,
     model_files.check_model,
+    model_files.check_critic_and_reward_model,
     directories.check_directories,
     shared_memory.check_shared_memory,
 )

@@ -10,7 +10,7 @@ import pytest
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.architecture import meta_model
 from qarl_openrlhf.planning.positions import load_config
-from qarl_openrlhf.preflight.model_files import check_model
+from qarl_openrlhf.preflight.model_files import check_critic_and_reward_model, check_model
 from tests.tiny_models import save_tiny_model
 
 
@@ -116,3 +116,62 @@ def test_a_model_that_generates_no_text_of_its_own(model):
 def test_paths_that_are_not_there(name):
     with pytest.raises(ConfigError, match=f"{name} is not a directory"):
         check_model(arguments(name))
+
+
+def with_head(model: Path, change) -> None:
+    """Add an lm_head.weight made of the embedding."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = change(weights["model.embed_tokens.weight"]).clone()
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_tied_model_with_an_lm_head_of_its_own(tmp_path, family):
+    model = Path(save_tiny_model(tmp_path, family, hidden=64, tied=True))
+    with_head(model, lambda embedding: embedding)  # which transformers ties
+    check_model(arguments(model))
+    with_head(model, lambda embedding: embedding * 2)  # which it doesn't
+    from transformers import AutoModelForCausalLM
+
+    assert "lm_head.weight" in dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
+    with pytest.raises(ConfigError, match="config.json ties the embeddings .* set tie_word_embeddings to false"):
+        check_model(arguments(model))
+    change(model, tie_word_embeddings=False)
+    check_model(arguments(model))
+
+
+def with_others(actor, *, critic=None, reward=None, remote=None) -> N:
+    args = arguments(actor)
+    args.critic, args.reward = N(model_name_or_path=critic), N(model_name_or_path=reward, remote_url=remote)
+    return args
+
+
+@pytest.mark.parametrize("role", ["critic", "reward"])
+def test_critic_and_reward_model_are_looked_at_as_the_policy_is(saved, model, role):
+    (model / "tokenizer.json").unlink()  # neither worker loads it
+    good = {"critic": str(model), "reward": str(model)}
+    check_critic_and_reward_model(with_others(saved, **good))
+    check_critic_and_reward_model(with_others(saved, critic=saved, reward="owner/name"))
+    with pytest.raises(ConfigError, match=f"--{role}.model_name_or_path /nope is not a directory"):
+        check_critic_and_reward_model(with_others(saved, **(good | {role: "/nope"})))
+    check_critic_and_reward_model(with_others(saved, reward="/nope", remote=["reward.py"]))  # not loaded then
+    spoilt = (
+        (deeper, "not in its weights, model.layers.2"), (lambda m: change(m, num_hidden_layers=2, num_key_value_heads=3), "key-value heads"),
+        (lambda m: change(m, num_key_value_heads=2), None), (cut, "model.safetensors has .* bytes"), (lambda m: (m / "config.json").unlink(), "config.json"),
+    )  # fmt: skip
+    for spoil, message in spoilt:
+        spoil(model)
+        if message:
+            with pytest.raises(ConfigError, match=f"--{role}.model_name_or_path {model}.*{message}"):
+                check_critic_and_reward_model(with_others(saved, **{role: str(model)}))
+
+
+def test_a_value_model_has_no_lm_head(saved, model):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model / "model.safetensors")
+    weights["score.weight"] = weights.pop("lm_head.weight")[:1].clone()
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    check_critic_and_reward_model(with_others(saved, critic=str(model), reward=str(model)))
