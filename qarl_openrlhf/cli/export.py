@@ -18,6 +18,7 @@ from qarl_openrlhf.cli.ending import own_process
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.data.files import why_unwritable
 from qarl_openrlhf.engine.offline import ENGINES, choose_engine, open_engine
+from qarl_openrlhf.patches.vllm_cpu import serve_command
 from qarl_openrlhf.preflight import hub
 from qarl_openrlhf.quant import QuantError, QuantScheme
 from qarl_openrlhf.quant.export_directory import bf16_directory, export_directory, load_learner
@@ -72,10 +73,12 @@ def run(args) -> None:
         print(report.table())
         count = export_directory(model, source, args.out, scheme)
     print(f"{args.out}: {count} tensors, byte for byte the learner's")
-    if not any(Path(args.out).glob("tokenizer*")):
-        print(f"note: {args.model or args.source} has no tokenizer that could be read; to serve {args.out}, name one: vllm serve --tokenizer")
+    has_tokenizer = any(Path(args.out).glob("tokenizer*"))
+    if not has_tokenizer:
+        print(f"note: {args.model or args.source} has no tokenizer that could be read; to serve {args.out}, name one")
     if args.verify:
         verify(args, model)
+    print(f"to serve it: {serve_command(args.out)}{'' if has_tokenizer else ' --tokenizer NAME'}")
 
 
 def _beside(out: str) -> str:

