@@ -10,6 +10,8 @@ from openrlhf.models import Actor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 
 from qarl_openrlhf.actors.quant_actor import QuantActor
+from qarl_openrlhf.checkpoint.facts import facts_of
+from qarl_openrlhf.checkpoint.flags import deciding, flatten
 from qarl_openrlhf.checkpoint.state import random_state, rank_file
 from qarl_openrlhf.checkpoint.write import rotate, write_checkpoint
 from qarl_openrlhf.kernels import dispatch
@@ -26,6 +28,7 @@ class QarlStrategy(DeepspeedStrategy):
     reward models stay unquantized.
     """
 
+    flags: dict = {}  # of the run, for its checkpoints
     rank_state: dict = {}  # what this process wants in its next checkpoint besides its random state
     loaded_state: dict | None = None  # what it had saved in the checkpoint that was loaded
 
@@ -102,7 +105,9 @@ class QarlStrategy(DeepspeedStrategy):
         CheckpointError if it cannot be written; see ``checkpoint.write``.
         """
         facts = {"zero_stage": self.args.ds.zero_stage, "world_size": dist.get_world_size()}
-        facts |= {"scheme": self.args.quant.scheme, "metric_key": metric_key, "metric_value": metric_value}
+        role = "critic" if os.path.basename(os.path.normpath(save_dir)) == "_critic" else "actor"
+        facts |= facts_of(self.args, role, getattr(model, "module", model).config) | {"flags": self.flags}
+        facts |= {"metric_key": metric_key, "metric_value": metric_value}
         state = {"random": random_state(), **self.rank_state}
         write_checkpoint(model, save_dir, tag, client_state=client_state or {}, rank_state=state, facts=facts)
         if self.is_rank_0():
@@ -146,7 +151,7 @@ class QarlStrategy(DeepspeedStrategy):
 
 def make_strategy(args) -> QarlStrategy:
     """Stands in for ``openrlhf.utils.get_strategy``."""
-    return QarlStrategy(
+    strategy = QarlStrategy(
         seed=args.train.seed,
         full_determinism=args.train.full_determinism_enable,
         max_norm=args.actor.max_norm,
@@ -155,3 +160,5 @@ def make_strategy(args) -> QarlStrategy:
         zero_stage=args.ds.zero_stage,
         args=args,
     )
+    strategy.flags = deciding(dict(flatten(args)))  # here, before anything changes an argument in a worker
+    return strategy

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
+from qarl_openrlhf.checkpoint.facts import difference
 
 _STEP = re.compile(r"^(?:best_)?global_step(\d+)$")
-# The key of OpenRLHF's argument tree and DeepSpeed's stage must be those that the checkpoint was written with.
-FACTS = {"zero_stage": "--ds.zero_stage", "world_size": "number of learner processes"}
 
 
 @dataclass
@@ -34,11 +33,12 @@ def tags(directory: Path) -> list[str]:
     return sorted(found, key=lambda tag: (-step_of(tag), tag.startswith("best")))
 
 
-def choose(path: str | Path, models: list[str], *, facts: dict, tag: str | None = None) -> Choice:
+def choose(path: str | Path, models: list[str], *, facts: dict, own: dict | None = None, tag: str | None = None) -> Choice:
     """The newest checkpoint under ``path`` that is whole for each of ``models`` ("_actor", "_critic").
 
     Args:
         facts: {"zero_stage", "world_size"} of the run that wants to load it.
+        own: {model: more facts of this one, see ``facts.facts_of``}.
         tag: this one and no other.
 
     Raises:
@@ -55,7 +55,8 @@ def choose(path: str | Path, models: list[str], *, facts: dict, tag: str | None 
     for candidate in every:
         why = next((why for model in models if (why := _problem(path / model / candidate))), None)
         if why is None:
-            _check_facts(path / models[0] / candidate, facts)
+            for model in models:
+                _check_facts(path / model / candidate, model.removeprefix("_"), facts | (own or {}).get(model, {}))
             return Choice(candidate, notes)
         notes.append(f"checkpoint {candidate} is not whole ({why})")
     if notes:
@@ -71,11 +72,6 @@ def _problem(directory: Path) -> str | None:
     return manifest.problem(directory)
 
 
-def _check_facts(directory: Path, facts: dict) -> None:
-    written = manifest.read(directory)
-    for name, meaning in FACTS.items():
-        if written.get(name) != facts[name]:
-            raise CheckpointError(
-                f"{directory} was written with {meaning} {written.get(name)}, this run has {facts[name]}: DeepSpeed loads a "
-                f"checkpoint only as it was written; resume with {written.get(name)}, or start anew from an export (cli.export)"
-            )
+def _check_facts(directory: Path, role: str, facts: dict) -> None:
+    if wrong := difference(manifest.read(directory), facts, role):
+        raise CheckpointError(f"{directory} {wrong}")

@@ -21,7 +21,7 @@ def write_checkpoint(engine, directory: str | Path, tag: str, *, client_state: d
 
     Args:
         engine: ``DeepSpeedEngine``; client_state: what DeepSpeed keeps with it; rank_state: anything ``torch.save`` takes.
-        facts: for the manifest, see ``find.FACTS``.
+        facts: for the manifest, see ``facts``.
 
     Raises:
         CheckpointError: on the rank that cannot write, at once: the others wait in DeepSpeed and end with the run.

@@ -2,6 +2,7 @@
 
 import torch
 
+from qarl_openrlhf.checkpoint.flags import flatten
 from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
 from qarl_openrlhf.objectives import objective_hyperparameters
 from qarl_openrlhf.planning.architecture import check_config, check_heads, meta_model
@@ -103,14 +104,6 @@ def _kernels(args) -> list[str]:
     }
     engine = "vLLM's own for this scheme, noted when the engine has loaded" if scheme.quantized else "vLLM's BF16"
     return [f"learner: {chosen[args.quant.kernel] if scheme.aligned else 'BF16'}", f"engine: {engine}"]
-
-
-def flatten(args, prefix: str = "") -> list[tuple[str, object]]:
-    """Nested namespace -> sorted (dotted name, value)."""
-    rows = []
-    for name, value in sorted(vars(args).items()):
-        rows += flatten(value, f"{prefix}{name}.") if hasattr(value, "__dict__") else [(prefix + name, value)]
-    return rows
 
 
 def _planned(args, config) -> tuple[torch.nn.Module, ConversionReport]:

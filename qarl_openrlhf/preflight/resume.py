@@ -1,10 +1,15 @@
 """Which checkpoint a run with ``--ckpt.load_enable`` goes on from is settled before anything starts."""
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
+from qarl_openrlhf.checkpoint import flags, manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
+from qarl_openrlhf.checkpoint.facts import facts_of
 from qarl_openrlhf.checkpoint.find import choose
 from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.planning.positions import load_config
 
 
 def choose_checkpoint(args) -> list[str]:
@@ -20,8 +25,9 @@ def choose_checkpoint(args) -> list[str]:
     if args.critic.model_name_or_path and os.path.isdir(os.path.join(args.ckpt.path, "_critic")):
         models.append("_critic")
     facts = {"zero_stage": args.ds.zero_stage, "world_size": args.actor.num_nodes * args.actor.num_gpus_per_node}
+    own = {model: facts_of(args, model.removeprefix("_"), _config(args, model.removeprefix("_"))) for model in models}
     try:
-        choice = choose(args.ckpt.path, models, facts=facts, tag=args.ckpt.load_tag)
+        choice = choose(args.ckpt.path, models, facts=facts, own=own, tag=args.ckpt.load_tag)
     except CheckpointError as error:
         raise ConfigError(f"--ckpt.load_enable: {error}") from None
     args.ckpt.load_tag = choice.tag
@@ -29,4 +35,18 @@ def choose_checkpoint(args) -> list[str]:
         # OpenRLHF looks for the directory, not for a checkpoint in it: an interrupted first one would be loaded.
         args.ckpt.load_enable = False
         return [f"--ckpt.load_enable: no checkpoint under {args.ckpt.path} yet; the run starts anew"]
-    return [*choice.notes, f"resuming from {os.path.join(args.ckpt.path, models[0], choice.tag)}"]
+    directory = os.path.join(args.ckpt.path, models[0], choice.tag)
+    notes = [*choice.notes, f"resuming from {directory}"]
+    before = manifest.read(Path(directory)).get("flags") or flags.of_run(args.metrics.dir)  # older checkpoints have none
+    if changed := flags.changes(before, flags.deciding(dict(flags.flatten(args)))):
+        notes.append(f"resumed with other flags than before: {', '.join(changed)}; the run may not go on bit for bit")
+    return notes
+
+
+def _config(args, role: str):
+    if role == "actor" or args.critic.model_name_or_path == args.actor.model_name_or_path:
+        return load_config(args)
+    try:
+        return load_config(SimpleNamespace(actor=args.critic, model=SimpleNamespace(max_positions=None, rope_theta=None)))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--actor.", "--critic.")) from error

@@ -11,6 +11,8 @@ from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
 from qarl_openrlhf.checkpoint.find import choose
 from qarl_openrlhf.checkpoint.state import local_weights, random_state, set_local_weights, set_random_state
+from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.preflight.resume import choose_checkpoint
 
 
 def train(learner, items):
@@ -55,6 +57,21 @@ def test_training_goes_on_bit_for_bit(make_learner, rollout, tmp_path, zero, opt
         assert not differing, differing
     for (name, one), other in zip(weights(first).items(), weights(second).values(), strict=True):
         assert torch.equal(one, other), name
+
+
+def test_a_checkpoint_knows_the_run_that_wrote_it(make_learner, tmp_path):
+    learner = make_learner(ckpt__path=str(tmp_path), ckpt__load_enable=True)
+    save(learner, tmp_path / "_actor", "global_step1")
+    args = learner.strategy.args
+    assert choose_checkpoint(args) == [f"resuming from {tmp_path}/_actor/global_step1"]
+    args.train.seed, args.ckpt.load_tag = 7, None
+    assert "--train.seed 42 -> 7; the run may not" in choose_checkpoint(args)[-1]
+    for group, name, value in ((args.quant, "scheme", "w8a8"), (args.actor, "optim", "muon")):
+        before = getattr(group, name)
+        setattr(group, name, value)
+        with pytest.raises(ConfigError, match=f"{name} {before}, this run has {value}"):
+            choose_checkpoint(args)
+        setattr(group, name, before)
 
 
 def same(one, other):

@@ -9,9 +9,12 @@ import pytest
 
 from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
+from qarl_openrlhf.checkpoint.facts import facts_of
 from qarl_openrlhf.checkpoint.find import choose, step_of, tags
+from qarl_openrlhf.checkpoint.flags import deciding, flatten
 from qarl_openrlhf.checkpoint.write import remove_partial, rotate
 from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.metrics.run_directory import open_run_directory
 from qarl_openrlhf.preflight.resume import choose_checkpoint
 
 FACTS = {"zero_stage": 2, "world_size": 1}
@@ -90,30 +93,127 @@ def test_a_checkpoint_of_another_layout_is_refused_by_name(tmp_path, name, value
         choose(tmp_path, ["_actor"], facts=FACTS | {name: value})
 
 
-def arguments(path, **ckpt):
-    return Namespace(
-        ckpt=Namespace(**{"path": str(path), "load_enable": True, "load_tag": None} | ckpt),
-        critic=Namespace(model_name_or_path=None),
-        ds=Namespace(zero_stage=2),
-        actor=Namespace(num_nodes=1, num_gpus_per_node=1),
-    )
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(model_directory(tmp_path_factory.mktemp("model")))
 
 
-def test_before_the_run_starts(tmp_path):
-    args = arguments(tmp_path)
+def model_directory(path, **fields):
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
+    LlamaConfig(**shape | fields).save_pretrained(path)
+    return path
+
+
+def arguments(path, model, **flags):
+    """As a run has them, of its flags those that are looked at; a flag with "__" for "."."""
+    values = {
+        "actor.model_name_or_path": model, "actor.num_nodes": 1, "actor.num_gpus_per_node": 1, "actor.lr_scheduler": "cosine",
+        "critic.model_name_or_path": None, "ds.zero_stage": 2, "ds.lora.rank": 0, "quant.scheme": "w4a16", "train.seed": 0,
+        "train.num_episodes": 1, "rollout.batch_size": 4, "rollout.stop": ["a"], "model.max_positions": None, "model.rope_theta": None,
+        "ckpt.path": str(path), "ckpt.load_enable": True, "ckpt.load_tag": None, "ckpt.save_steps": 5, "metrics.dir": str(path / "run"),
+        "logger.wandb.key": "secret",
+    }  # fmt: skip
+    for role in ("actor", "critic"):
+        values |= {f"{role}.optim": "adam", f"{role}.adam.state_bits": 32, f"{role}.adam.lr": 1e-6}
+    args = Namespace()
+    for name, value in (values | {name.replace("__", "."): value for name, value in flags.items()}).items():
+        *groups, last = name.split(".")
+        inner = args
+        for group in groups:
+            inner.__dict__.setdefault(group, Namespace())
+            inner = getattr(inner, group)
+        setattr(inner, last, value)
+    return args
+
+
+def written_by(args, role="actor") -> dict:
+    """What the strategy writes into a checkpoint of a run with these arguments."""
+    from transformers import AutoConfig
+
+    own = facts_of(args, role, AutoConfig.from_pretrained(getattr(args, role).model_name_or_path))
+    return json.loads(json.dumps(FACTS | own | {"flags": deciding(dict(flatten(args)))}))
+
+
+def test_before_the_run_starts(tmp_path, model):
+    args = arguments(tmp_path, model)
     assert "starts anew" in choose_checkpoint(args)[0] and not args.ckpt.load_enable
     (tmp_path / "_actor" / "global_step1.partial").mkdir(parents=True)  # killed while it wrote its first
-    args = arguments(tmp_path)
+    args = arguments(tmp_path, model)
     assert "starts anew" in choose_checkpoint(args)[0] and not args.ckpt.load_enable
     make(tmp_path / "_actor", "global_step1")
-    args = arguments(tmp_path)
+    args = arguments(tmp_path, model)
     assert "resuming from" in choose_checkpoint(args)[-1] and args.ckpt.load_enable and args.ckpt.load_tag == "global_step1"
     with pytest.raises(ConfigError, match="has no checkpoint global_step7: it has global_step1"):
-        choose_checkpoint(arguments(tmp_path, load_tag="global_step7"))
+        choose_checkpoint(arguments(tmp_path, model, ckpt__load_tag="global_step7"))
     with pytest.raises(ConfigError, match="--ckpt.load_tag global_step1 without --ckpt.load_enable"):
-        choose_checkpoint(arguments(tmp_path, load_enable=False, load_tag="global_step1"))
-    args = arguments(tmp_path, load_enable=False)
+        choose_checkpoint(arguments(tmp_path, model, ckpt__load_enable=False, ckpt__load_tag="global_step1"))
+    args = arguments(tmp_path, model, ckpt__load_enable=False)
     assert choose_checkpoint(args) == [] and args.ckpt.load_tag is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"quant__scheme": "w8a8"}, r"--quant.scheme w4a16, this run has w8a8: a run keeps its scheme; resume with w4a16"),
+        ({"quant__scheme": "w4a16:rollout"}, "--quant.scheme w4a16, this run has w4a16:rollout"),
+        ({"actor__optim": "muon"}, "--actor.optim adam, this run has muon"),
+        ({"actor__adam__state_bits": 8}, "--actor.adam.state_bits 32, this run has 8"),
+        ({"ds__lora__rank": 8}, "--ds.lora.rank 0, this run has 8"),
+        ({"ds__zero_stage": 3}, "--ds.zero_stage 2, this run has 3"),
+        ({"critic__optim": "muon"}, "_critic.global_step1 was written with --critic.optim adam, this run has muon"),
+    ],
+)
+def test_what_a_checkpoint_cannot_be_loaded_with_is_refused_by_flag(tmp_path, model, flags, message):
+    first = arguments(tmp_path, model, critic__model_name_or_path=model)
+    for role in ("actor", "critic"):
+        make(tmp_path / f"_{role}", "global_step1", facts=written_by(first, role))
+    assert choose_checkpoint(first) == [f"resuming from {tmp_path}/_actor/global_step1"]
+    with pytest.raises(ConfigError, match=rf"--ckpt.load_enable: {tmp_path}/_.*was written with .*{message.removeprefix('_critic.global_step1 was written with ')}"):
+        choose_checkpoint(arguments(tmp_path, model, critic__model_name_or_path=model, **flags))
+
+
+def test_another_model_is_refused(tmp_path, model):
+    make(tmp_path / "_actor", "global_step1", facts=written_by(arguments(tmp_path, model)))
+    other = str(model_directory(tmp_path / "other", hidden_size=128, num_hidden_layers=3))
+    with pytest.raises(ConfigError, match="of a model with hidden_size 64, num_hidden_layers 2, head_dim 16; --actor.model_name_or_path .* has 128, 3, 32"):
+        choose_checkpoint(arguments(tmp_path, other))
+    same = str(model_directory(tmp_path / "moved"))
+    assert "--actor.model_name_or_path" in choose_checkpoint(arguments(tmp_path, same))[-1]
+
+
+OTHER = {"train__seed": 7, "rollout__batch_size": 8, "rollout__stop": ["a", "b"], "train__num_episodes": 2}
+NOTE = (
+    "resumed with other flags than before: --rollout.batch_size 4 -> 8, --rollout.stop a -> a b, --train.num_episodes 1 -> 2, "
+    "--train.seed 0 -> 7; the run may not go on bit for bit"
+)
+
+
+def test_every_other_flag_that_differs_is_named(tmp_path, model):
+    first = arguments(tmp_path, model)
+    facts = written_by(first)
+    assert "secret" not in json.dumps(facts)
+    made = make(tmp_path / "_actor", "global_step1", facts=facts)
+    assert choose_checkpoint(arguments(tmp_path, model, **OTHER))[-1] == NOTE
+    without = {"ckpt__save_steps": 1, "metrics__dir": "elsewhere", "logger__wandb__key": "other"}
+    assert len(choose_checkpoint(arguments(tmp_path, model, **without))) == 1
+    # A constant learning rate does not depend on how long the run will be.
+    facts = written_by(arguments(tmp_path, model, actor__lr_scheduler="constant"))
+    shutil.rmtree(made)
+    make(tmp_path / "_actor", "global_step1", facts=facts)
+    assert len(choose_checkpoint(arguments(tmp_path, model, actor__lr_scheduler="constant", train__num_episodes=2))) == 1
+
+
+def test_an_older_checkpoint_is_taken_and_compared_by_the_record_of_its_run(tmp_path, model):
+    make(tmp_path / "_actor", "global_step1")  # with neither scheme nor flags
+    assert len(choose_checkpoint(arguments(tmp_path, model, quant__scheme="w8a8"))) == 1
+    (tmp_path / "run").mkdir()
+    for text in ("{", "[1]", json.dumps({"flags": 3})):
+        (tmp_path / "run" / "run.json").write_text(text)
+        assert len(choose_checkpoint(arguments(tmp_path, model))) == 1
+    open_run_directory(str(tmp_path / "run"), dict(flatten(arguments(tmp_path, model))), resume=False)
+    assert choose_checkpoint(arguments(tmp_path, model, **OTHER))[-1] == NOTE
 
 
 def metric_of(directory):
