@@ -19,6 +19,7 @@ from qarl_openrlhf.planning import numbers, placement, positions
 from qarl_openrlhf.planning.architecture import check_heads
 from qarl_openrlhf.preflight import hub, preflight
 from qarl_openrlhf.preflight.directories import held
+from qarl_openrlhf.preflight.prompts import check_template
 from qarl_openrlhf.preflight.resume import choose_checkpoint
 from qarl_openrlhf.quant.errors import QuantError
 
@@ -101,6 +102,7 @@ def resolve(argv: list[str]):
     try:
         config.require(flat)
         numbers.check_numbers(flat)
+        check_template(flat)
         # A dry run that names the card's memory plans for a GPU on any machine.
         planned = (flat.dry_run or flat.dry_run_all) and flat.dry_run_gpu_gb and flat.device != "cpu"
         device = "cuda" if planned else runtime.resolve_device(flat.device)

@@ -10,6 +10,24 @@ from qarl_openrlhf.preflight.rows import count_rows
 FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # what OpenRLHF reads as a file; other names go to the hub
 
 
+def check_template(flat) -> None:
+    """ConfigError unless ``--data.input_template`` puts the prompt where it has ``{}``.
+
+    flat: argparse namespace with dotted names, before OpenRLHF's own checks, which drop a template without ``{}``.
+    """
+    template, prompt = getattr(flat, "data.input_template"), "a prompt of its own"
+    if not template:
+        return
+    try:
+        good = "{}" in template and prompt in template.format(prompt)
+    except (IndexError, KeyError, ValueError, AttributeError, TypeError):  # '{} {}', '{name}', '{'
+        good = False
+    if not good:
+        raise ConfigError(
+            f"--data.input_template {template!r} needs {{}} just once, where the prompt goes; write all other braces twice: {{{{ and }}}}"
+        )
+
+
 def check_prompts(args) -> None:
     """ConfigError naming flag, file and line."""
     names = args.data.prompt_dataset.split(",")
@@ -44,6 +62,8 @@ def _rows(args, flag: str, name: str) -> int | None:
     """Rows of a local file; None for what is not one."""
     path = name.split("@")[0].strip()
     extension = os.path.splitext(path)[1]
+    if os.path.isdir(path) and not _has_files(path):
+        raise ConfigError(f"--{flag} {path} is a directory without a data file: give a file ({', '.join(FORMATS)}), or a directory with some")
     if "://" in path or os.path.isdir(path) or glob.has_magic(path):
         return None
     if extension not in FORMATS:
@@ -61,3 +81,13 @@ def _rows(args, flag: str, name: str) -> int | None:
     if count == 0:
         raise ConfigError(f"--{flag} {path} has no rows: give a file with prompts")
     return count
+
+
+def _has_files(directory: str) -> bool:
+    """Whether the data sets' loader would find anything at all there, however deep; it passes over hidden files and the README."""
+    for place, inner, names in os.walk(directory):
+        if any(not name.startswith((".", "__")) and name != "README.md" for name in names):
+            return True
+        if any(os.path.islink(os.path.join(place, name)) for name in inner):
+            return True
+    return False

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 
 from qarl_openrlhf.config import ConfigError
@@ -76,15 +77,17 @@ class RowChecker:
 def _json(owner: str, path: str) -> Iterator[tuple[str, object]]:
     """(where, row) of an array of objects or of one object a line; row None past the limit."""
     with open(path, "rb") as file:
+        begin = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0  # the data sets' loader leaves one out, too
+        file.seek(begin)
         if file.read(256).lstrip()[:1] == b"[":
-            file.seek(0)
+            file.seek(begin)
             try:
                 for number, row in enumerate(json.loads(file.read()), 1):
                     yield f"row {number}", row
                 return
             except json.JSONDecodeError:
                 pass  # then its lines are arrays, which the checker refuses
-        file.seek(0)
+        file.seek(begin)
         rows = 0
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -102,7 +105,7 @@ def _json(owner: str, path: str) -> Iterator[tuple[str, object]]:
 
 
 def _csv(path: str) -> Iterator[tuple[str, object]]:
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         for number, row in enumerate(csv.DictReader(file), 1):
             yield f"row {number}", row if number <= LIMIT else None
 

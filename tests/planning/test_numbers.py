@@ -89,6 +89,7 @@ def test_every_flag_with_a_range_exists_and_its_default_is_in_it():
         (["--quant.kernel", "triton"], "on a CPU use auto or torch"),
         (["--eval.steps", "0"], "--eval.steps 0 is out of range: it takes a finite number at least 1, or -1 for never"),
         (["--actor.adam.betas", "2", "-1"], "--actor.adam.betas 2 -1 is out of range: it takes a finite number at least 0 and below 1"),
+        (["--data.input_template", "no placeholder"], "--data.input_template 'no placeholder' needs {} just once"),
         (["--use_ms"], "needs the package modelscope"),
         (["--quant.schem", "w4a16"], "unrecognized arguments: --quant.schem"),
         (["--preset", "tbpo_shrt"], "unknown preset"),

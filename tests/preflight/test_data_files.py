@@ -6,7 +6,7 @@ from types import SimpleNamespace as N
 import pytest
 
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.preflight.prompts import check_prompts
+from qarl_openrlhf.preflight.prompts import check_prompts, check_template
 
 
 def arguments(prompts, **data) -> N:
@@ -80,6 +80,45 @@ def test_what_is_taken(tmp_path, monkeypatch):
     check_prompts(arguments("a.jsonl,b.json", prompt_probs="0.3,0.7"))
     with pytest.raises(ConfigError, match="no column 'question'"):
         check_prompts(arguments("f.parquet", input_key="question"))
+
+
+@pytest.mark.parametrize("name, content", [("a.jsonl", GOOD * 2), ("a.json", b"[" + GOOD + b"," + GOOD + b"]"), ("a.csv", b"input,label\na,1\nb,2\n")])
+def test_a_byte_order_mark_is_left_out_as_the_loader_leaves_it_out(tmp_path, name, content):
+    from datasets import load_dataset
+
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + content)
+    kind = "csv" if name.endswith("csv") else "json"
+    loaded = load_dataset(kind, data_files=str(path), cache_dir=str(tmp_path / "cache"), split="train")
+    assert loaded.column_names == ["input", "label"] and len(loaded) == 2
+    check_prompts(arguments(path))
+
+
+@pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
+def test_a_directory_without_data_is_refused(tmp_path, flag):
+    (tmp_path / "prompts.jsonl").write_bytes(GOOD * 5)
+    empty = tmp_path / "empty"
+    (empty / "deeper").mkdir(parents=True)
+    (empty / ".hidden").touch()
+    (empty / "README.md").touch()
+    args = arguments(tmp_path / "prompts.jsonl")
+    group, name = flag.split(".")
+    setattr(getattr(args, group), name, str(empty))
+    with pytest.raises(ConfigError, match=f"--{flag} {empty} is a directory without a data file"):
+        check_prompts(args)
+    (empty / "deeper" / "prompts.jsonl").write_bytes(GOOD)
+    check_prompts(args)
+
+
+@pytest.mark.parametrize("template", ["no placeholder", "{} {}", "{0}", "{name}", "{} {name}", "{{}}", "{", "{}{", "\\boxed{} {}", "{0.x}{}"])
+def test_templates_that_would_lose_the_prompt(template):
+    with pytest.raises(ConfigError, match="--data.input_template .* needs {} just once"):
+        check_template(N(**{"data.input_template": template}))
+
+
+def test_templates_that_hold_it():
+    for template in (None, "", "{}", "Question: {}\nAnswer in \\boxed{{}}:"):
+        check_template(N(**{"data.input_template": template}))
 
 
 def test_samples_that_the_flags_let_through_are_counted_and_weights_must_match(tmp_path):
