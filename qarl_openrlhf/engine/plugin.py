@@ -7,6 +7,7 @@ import threading
 
 def register() -> None:
     """Make the quantization method and the weight-transfer backend "qarl" known to vLLM. May be called any number of times."""
+    import torch
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.layers import quantization
 
@@ -14,6 +15,9 @@ def register() -> None:
     from qarl_openrlhf.patches import vllm as patch
 
     patch.apply()
+    # vLLM's AMX kernels (w4a16 with BF16 activations) do not ask the system for the tile registers: an illegal instruction, unless
+    # oneDNN has asked before them. Nothing happens on a CPU without AMX.
+    torch.cpu._init_amx()
     if METHOD not in quantization.QUANTIZATION_METHODS:
         quantization.register_quantization_config(METHOD)(QarlConfig)
     if "qarl" not in WeightTransferEngineFactory._registry:
