@@ -24,7 +24,7 @@ from qarl_openrlhf.engine.admission import Admission  # noqa: E402
 from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
 from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
 from qarl_openrlhf.engine.stops import as_tokens  # noqa: E402
-from qarl_openrlhf.engine.start_error import explained  # noqa: E402
+from qarl_openrlhf.engine.start_error import explained, why_dead  # noqa: E402
 from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # noqa: E402
 from qarl_openrlhf.engine.strict_rewards import StrictSingleTurnExecutor  # noqa: E402
 from qarl_openrlhf.engine.token_versions import TokenVersions, along  # noqa: E402
@@ -116,7 +116,7 @@ class QarlRolloutActor(_RolloutActor):
         try:
             output = await super().generate(prompt_token_ids, self._prepared(sampling_params), multi_modal_data)
         except EngineDeadError:
-            raise EngineNotReady(f"{self.name}: its process died while it sampled") from None
+            raise EngineNotReady(f"{self.name}: its process died while it sampled{why_dead()}") from None
         versions = self.token_versions.take(output) if output is not None else []
         if output is None or output.outputs[0].finish_reason == "abort":
             why = f"weights are {self.weights.state.value} ({self.weights.reason})"
@@ -205,7 +205,10 @@ class QarlRolloutActor(_RolloutActor):
             self.token_versions.take(output)
             return [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
 
-        return await asyncio.gather(*[probe(ids) for ids in token_ids])
+        try:
+            return await asyncio.gather(*[probe(ids) for ids in token_ids])
+        except EngineDeadError:
+            raise EngineNotReady(f"{self.name}: its process died while it scored a text{why_dead()}") from None
 
     async def probe_routing(self, token_ids: list[list[int]]) -> list | None:
         """Expert ids [len(ids), layers, k] (numpy) of each list of ids; None of a dense model or an engine that keeps none."""

@@ -1,4 +1,4 @@
-"""Why an engine did not start: vLLM says "see root cause above", and above is a worker's log file."""
+"""Why an engine did not start, or died: vLLM says "see root cause above", and above is a worker's log file."""
 
 import os
 import re
@@ -42,3 +42,9 @@ def explained(error: Exception) -> Exception:
     """``error``, or an EngineStartError with its cause where vLLM's message leaves that to a log."""
     cause = root_cause(own_output()) if "root cause" in str(error) else None
     return EngineStartError(f"vLLM did not start: {cause}") if cause else error
+
+
+def why_dead() -> str:
+    """": " and the error that an engine's process named before it ended; "" where it named none."""
+    cause = root_cause(own_output())
+    return f": {cause}" if cause else ""
