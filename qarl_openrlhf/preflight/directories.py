@@ -4,7 +4,7 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from qarl_openrlhf.config import ConfigError
 
@@ -49,6 +49,7 @@ def held(args) -> Iterator[None]:
             if os.path.realpath(path) in seen:
                 continue
             seen.add(os.path.realpath(path))
+            locks.callback(_remove_empty, path, _missing(path))
             os.makedirs(path, exist_ok=True)
             file = locks.enter_context(open(os.path.join(path, LOCK), "a+", encoding="utf-8"))
             try:
@@ -63,3 +64,22 @@ def held(args) -> Iterator[None]:
             file.write(f"process {os.getpid()}")
             file.flush()
         yield
+
+
+def _missing(path: str) -> list[str]:
+    """The directories that have to be made for ``path``, innermost first."""
+    found, path = [], os.path.abspath(path)
+    while not os.path.lexists(path):
+        found.append(path)
+        path = os.path.dirname(path)
+    return found
+
+
+def _remove_empty(path: str, made: list[str]) -> None:
+    """A run that wrote nothing leaves nothing: neither the lock's file, where it is ours, nor the directories made for it."""
+    with suppress(OSError):
+        if not made or os.listdir(path) != [LOCK]:
+            return
+        os.unlink(os.path.join(path, LOCK))
+        for directory in made:
+            os.rmdir(directory)

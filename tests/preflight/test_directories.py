@@ -67,3 +67,6 @@ def test_a_directory_has_one_run_at_a_time(tmp_path):
     for _ in range(2):  # a killed one holds nothing, and a run that has ended neither
         with held(arguments(tmp_path)):
             pass
+    with held(arguments(tmp_path / "new" / "deep")):
+        assert (tmp_path / "new" / "deep").is_dir()
+    assert not (tmp_path / "new").exists()  # nothing was written
