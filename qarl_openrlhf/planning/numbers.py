@@ -65,6 +65,7 @@ RANGES = {
     # Below one KiB a push is all overhead, and 1e-9 MiB is no byte at all; a buffer lies on one card.
     "sync.bucket_mb": Range(at_least=1 / 1024, at_most=2**16),
     "ckpt.max_mem": Range(above=0, or_infinite=True),
+    "algo.advantage.is_correction_threshold": Range(at_least=0, or_infinite=True),
     **dict.fromkeys(
         (
             "actor.adam.lr critic.adam.lr actor.muon.lr critic.muon.lr actor.adam.weight_decay critic.adam.weight_decay actor.max_norm "
@@ -102,9 +103,10 @@ def check_numbers(flat) -> None:
         for value in given if isinstance(given, (list, tuple)) else [given]:
             if value is not None and not allowed.holds(value):
                 raise ConfigError(f"--{flag} {_shown(given)} is out of range: it takes {allowed}")
-    low, high = getattr(flat, "reward.clip_range", None) or (0, 1)
-    if low >= high:
-        raise ConfigError(f"--reward.clip_range {low:g} {high:g} leaves one reward for all: give the lower bound first")
+    for flag in ("reward.clip_range", "algo.advantage.is_correction_threshold"):
+        bounds = getattr(flat, flag, None) or []
+        if len(bounds) == 2 and bounds[0] >= bounds[1]:
+            raise ConfigError(f"--{flag} {_shown(bounds)} leaves nothing between the two: give the lower bound first")
     stop = getattr(flat, "rollout.stop", None)
     if stop is not None and not all(stop):
         raise ConfigError("--rollout.stop has an empty string, which would end every response at once: give texts, or drop the flag")

@@ -26,8 +26,8 @@ def refusal(argv, capsys) -> str:
 @pytest.mark.parametrize("flag", RANGES)
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
 def test_no_flag_takes_a_number_that_is_none(flag, value):
-    if flag == "ckpt.max_mem" and value > 0:  # OpenRLHF's default, no limit
-        return check_numbers(flat(**{flag: value}))
+    if RANGES[flag].or_infinite and value > 0:
+        return check_numbers(flat(**{flag: [value]}))
     with pytest.raises(ConfigError, match=f"--{flag} .* is out of range: it takes a finite number"):
         check_numbers(flat(**{flag: value}))
 
@@ -61,6 +61,7 @@ def test_the_ones_that_do():
         ("ckpt.save_steps", -2, -1), ("ckpt.save_steps", 0, 1), ("eval.steps", -3, -1), ("eval.steps", 0, 5),
         ("logger.logging_steps", 0, 1), ("reward.timeout_s", 1e-9, 0.01), ("reward.timeout_s", 1e300, 1e6), ("sync.bucket_mb", 1e12, 4096),
         ("ds.lora.rank", -3, 0), ("ref.num_gpus_per_node", 0, 1), ("reward.clip_range", [10, -10], [-10, 10]),
+        ("algo.advantage.is_correction_threshold", [float("nan")], [2.0]), ("algo.advantage.is_correction_threshold", [5.0, 0.5], [0.5, float("inf")]),
     ],
 )  # fmt: skip
 def test_ends_of_the_ranges(flag, wrong, right):
