@@ -16,6 +16,7 @@ from qarl_openrlhf.cli import ablate_objectives, bench_step, doctor, evaluate, e
 from qarl_openrlhf.cli.flags import add_flags
 from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.data import small_qwen3
+from qarl_openrlhf.patches import vllm_cpu
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +43,7 @@ EVIDENCE = [  # the first that matches
     ),
     (r"cli\.export .*--verify", ["tests/cli/test_export.py::test_verify_in_vllm"]),
     (r"cli\.export ", ["tests/cli/test_export.py::test_a_deepspeed_checkpoint_is_the_learner_s_parameters"]),
-    (r"vllm serve ", ["tests/cli/test_serve.py::test_served_log_probs_are_the_learners"]),
+    (r"(vllm|vllm_cpu) serve ", ["tests/cli/test_serve.py::test_served_log_probs_are_the_learners"]),
     (r"cli\.prepare_data ", ["tests/data/test_prepare_data.py::test_real_columns_to_jsonl_without_overlap"]),
     (r"cli\.doctor", ["tests/doctor/test_doctor.py::test_command_line"]),
     (r"cli\.report --tokens", ["tests/report/test_tokens_html.py"]),
@@ -92,6 +93,8 @@ def test_flags_exist(page, command):
         host.parser.parse_args(others)
     elif module == ablate_objectives.__name__:
         ablate_objectives._parser().parse_known_args(arguments)
+    elif module == vllm_cpu.__name__:  # the rest are vLLM's own
+        assert vllm_cpu.with_memory(arguments)[:2] == arguments[:2] and arguments[0] == "serve"
     else:
         help_of(module, [word for word in arguments if word.startswith("--")])
 

