@@ -14,6 +14,7 @@ import torch
 from qarl_openrlhf import runtime
 from qarl_openrlhf.checkpoint.find import tags
 from qarl_openrlhf.cli import train_qarl
+from qarl_openrlhf.preflight.resume import choose_checkpoint
 from qarl_openrlhf.report import load_run
 
 from .conftest import argv
@@ -182,8 +183,11 @@ def assert_equal(one, other, where: str) -> None:
 def check(begin, variant: str, phase: str) -> None:
     undisturbed, wanted = begin(variant)
     saved = train_and_kill(wanted, phase)
-    train_qarl.main(argv(wanted | {"ckpt.load_enable": True}))
+    again = argv(wanted | {"ckpt.load_enable": True})
+    train_qarl.main(again)
     check_same(undisturbed, wanted, since=saved)
+    # What the workers wrote into it is what these flags give: no note on other ones.
+    assert choose_checkpoint(train_qarl.resolve(again)[0]) == [f"resuming from {wanted['ckpt.path']}/_actor/global_step4"]
     leftovers = [name for name in os.listdir(os.path.join(wanted["ckpt.path"], "_actor")) if name.endswith(".partial")]
     assert not leftovers
     shutil.rmtree(wanted["ckpt.path"])
