@@ -35,8 +35,8 @@ placement=()
 if [ "$device" = cuda ]; then
     # Runs side by side share the GPU: each engine takes a fixed KV cache and does not measure free memory, which the others
     # change. No compilation and twelve graphs: half a minute less to start.
-    engine='{"max_num_seqs": 512, "kv_cache_memory_bytes": 2147483648, "compilation_config": {"mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512]}}'
+    graphs='{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512]}'
+    engine='{"max_num_seqs": 512, "kv_cache_memory_bytes": 2147483648, "compilation_config": '"$graphs"'}'
     placement=(--train.colocate_all --vllm.gpu_memory_utilization 0.05 --vllm.engine_args "$engine" --ds.packing_samples
         --train.dynamic_batch_enable --train.max_tokens_per_gpu 16384 --rollout.max_tokens_per_gpu 16384)
 fi
