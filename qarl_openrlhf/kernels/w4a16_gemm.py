@@ -22,27 +22,19 @@ from qarl_openrlhf.kernels import w4a16_mma
 from qarl_openrlhf.kernels.library import INTERPRETED, op
 from qarl_openrlhf.kernels.rounding import NATIVE, narrow, widen
 from qarl_openrlhf.kernels.tune import Config, tuned
+from qarl_openrlhf.kernels.unpack_asm import unpack_asm
 
 MAX_ROWS = 64
 FAR = tl.constexpr(4)  # steps that the fetch into L2 is ahead
 
 
-def _unpack_asm() -> str:
-    """PTX: word $8 and BF16 scale $9 -> its eight BF16 weights in $0..$7."""
-    lines = ["{.reg .b32 t, s, offset;", "mov.b32 s, {$9, $9};", "mov.b32 offset, 0x43084308;"]  # 136
-    for j in range(4):  # nibbles j and j + 4 are 16 bits apart
-        source = "$8"
-        if j:
-            lines.append(f"shr.u32 t, $8, {4 * j};")
-            source = "t"
-        lines.append(f"lop3.b32 t, {source}, 0x000f000f, 0x43004300, 0xEA;")  # (source & mask) | exponent
-        lines.append("sub.rn.bf16x2 t, t, offset;")
-        lines.append("mul.rn.bf16x2 t, t, s;")
-        lines.append(f"mov.b32 {{${j}, ${j + 4}}}, t;")
-    return "\n".join(lines) + "}"
-
-
-UNPACK = tl.constexpr(_unpack_asm())
+# $9 is the BF16 scale; 0x4308 is 136.
+UNPACK = tl.constexpr(
+    unpack_asm(
+        ["{.reg .b32 t, s, offset;", "mov.b32 s, {$9, $9};", "mov.b32 offset, 0x43084308;"],
+        ["sub.rn.bf16x2 t, t, offset;", "mul.rn.bf16x2 t, t, s;"],
+    )
+)
 
 
 @triton.jit

@@ -18,27 +18,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from qarl_openrlhf.kernels.tune import Config
-
-
-def _unpack_asm() -> str:
-    """PTX: word $8 and twice the BF16 scale $9 -> its eight BF16 weights in $0..$7."""
-    # Products and sums as fma: before Hopper there is no other BF16 arithmetic. 1, -136 and -0, each twice:
-    lines = ["{.reg .b32 t, one, offset, zero;"]
-    lines += ["mov.b32 one, 0x3F803F80;", "mov.b32 offset, 0xC308C308;", "mov.b32 zero, 0x80008000;"]
-    for j in range(4):  # nibbles j and j + 4 are 16 bits apart
-        source = "$8"
-        if j:
-            lines.append(f"shr.u32 t, $8, {4 * j};")
-            source = "t"
-        lines.append(f"lop3.b32 t, {source}, 0x000f000f, 0x43004300, 0xEA;")  # (source & mask) | exponent
-        lines.append("fma.rn.bf16x2 t, t, one, offset;")
-        lines.append("fma.rn.bf16x2 t, t, $9, zero;")
-        lines.append(f"mov.b32 {{${j}, ${j + 4}}}, t;")
-    return "\n".join(lines) + "}"
+from qarl_openrlhf.kernels.unpack_asm import unpack_asm
 
 
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed after Triton 3.6
-UNPACK = gl.constexpr(_unpack_asm())
+# $9 is twice the BF16 scale. Products and sums as fma: before Hopper there is no other BF16 arithmetic. 1, -136 and -0, each twice.
+UNPACK = gl.constexpr(
+    unpack_asm(
+        ["{.reg .b32 t, one, offset, zero;", "mov.b32 one, 0x3F803F80;", "mov.b32 offset, 0xC308C308;", "mov.b32 zero, 0x80008000;"],
+        ["fma.rn.bf16x2 t, t, one, offset;", "fma.rn.bf16x2 t, t, $9, zero;"],
+    )
+)
 
 
 @gluon.constexpr_function
