@@ -3,7 +3,6 @@
 All runs of this file go side by side, each with a Ray head of its own.
 """
 
-import time
 from importlib.util import find_spec
 
 import pytest
@@ -14,10 +13,9 @@ from qarl_openrlhf.actors import varlen_attention
 from qarl_openrlhf.patches.flash_attn import pad_input, unpad_input
 from qarl_openrlhf.quant import QuantScheme
 from qarl_openrlhf.quant.convert import convert_model
-from qarl_openrlhf.report import load_run
-from tests.e2e.conftest import two_steps, write_prompts
-from tests.e2e.test_faults import Run
-from tests.tiny_models import VOCABULARY, make_tokenizer, random_model, save_tiny_model
+from tests.tiny_models import VOCABULARY
+
+from .runs import assert_aligned, rows_of, save_models, side_by_side
 
 RUNS = {
     "w4a16": {"quant.scheme": "w4a16"},
@@ -43,71 +41,17 @@ PRODUCTS = {
 }
 QUANTIZERS = {"w4a16": "quantize_int4", "fp8": "quantize_row8", "w8a8": "quantize_row8", "w4a8": "quantize_w4a8"}
 FORWARDS = 8  # four micro-batches, once for the old log-probs and once in training; probes come on top
-LIMIT_S = 280
-
-
-def save_tiny_moe(directory) -> str:
-    """Eight experts of a size that vLLM's kernels take in groups of 128."""
-
-    def spread(name: str, parameter) -> None:
-        if "norm" in name:
-            parameter.uniform_(0.8, 1.2)
-
-    shape = dict(vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, max_position_embeddings=512)
-    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
-    tokens = dict(bos_token_id=None, eos_token_id=2, pad_token_id=3)
-    rest = dict(tie_word_embeddings=False, initializer_range=0.08)
-    random_model("qwen3_moe", spread, **shape, **experts, **tokens, **rest).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    return str(directory)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
-    moe = save_tiny_moe(tmp_path_factory.mktemp("moe"))
-    return {"dense": save_tiny_model(tmp_path_factory.mktemp("dense"), "qwen3", hidden=256), "moe": moe}
-
-
-def wanted(name: str, models: dict, prompts: str, out: str) -> dict:
-    return two_steps(models["moe" if name.startswith("moe") else "dense"], prompts, out) | {
-        "device": "cuda",
-        "train.colocate_all": True,
-        "train.batch_size": 16,  # one update a rollout: all of its micro-batches come before any update
-        "vllm.gpu_memory_utilization": 0.05,
-        # fixed: the runs beside it grow and shrink while vLLM would measure what of the card is free
-        "vllm.engine_args": '{"kv_cache_memory_bytes": 268435456}',
-        "vllm.enforce_eager": True,  # graphs and torch.compile: test_parity, test_engine_modes
-        "quant.kernel": "triton",
-        "objective.name": "tbpo",
-        "sync.probe_tol": 0.5,  # a random model's log-probs are far apart
-        **RUNS[name],
-    }
+    return save_models(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def runs(models, tmp_path_factory):
-    """{name: (exit status, end of its output, rows of its metrics)}."""
-    prompts = write_prompts(tmp_path_factory.mktemp("data"))
-    flags = {name: wanted(name, models, prompts, str(tmp_path_factory.mktemp(name))) for name in RUNS}
-    logs = tmp_path_factory.mktemp("logs")
-    started = {name: Run(flags[name], logs / f"{name}.txt") for name in RUNS}
-    until = time.monotonic() + LIMIT_S
-    finished = {}
-    try:
-        for name, run in started.items():
-            try:
-                status = run.process.wait(max(1.0, until - time.monotonic()))
-            except Exception as error:
-                status = repr(error)
-            rows = load_run(flags[name]["ckpt.output_dir"]).rows if run.metrics.exists() else []
-            finished[name] = status, run.text[-3000:], rows
-        for run in started.values():
-            if run.process.poll() is not None:
-                run.assert_gone()
+    with side_by_side(RUNS, models, tmp_path_factory) as finished:
         yield finished
-    finally:
-        for run in started.values():
-            run.end()
 
 
 @pytest.fixture(params=list(RUNS))
@@ -115,22 +59,8 @@ def name(request):
     return request.param
 
 
-def rows_of(runs, name: str) -> list[dict]:
-    status, text, rows = runs[name]
-    assert status == 0, f"{name} ended with {status}:\n{text}"
-    assert [row["step"] for row in rows] == [1, 2]
-    return rows
-
-
 def test_two_steps(runs, name):
-    for row in rows_of(runs, name):
-        assert row["sync/checksum_ok"] == 1.0 and row["sync/probe_abs_logp"] < 0.5
-        # log r is exactly 0 for every token before the first update: its mean is, and the mean of r is 1.
-        assert row["objective/ppo_kl"] == 0.0 and row["objective/ratio_mean"] == 1.0
-        assert row["objective/in_band_frac_by_update/0"] == 1.0
-        print(f"{name}: mean |delta logp| to the engine {row['mismatch/abs_logp_mean']:.4f}")
-        assert row["mismatch/abs_logp_mean"] < 0.25
-    assert rows_of(runs, name)[-1]["sync/changed_code_frac"] > 0
+    assert_aligned(rows_of(runs, name), name)
 
 
 def test_kernels_ran_for_every_quantized_layer(runs, name):

@@ -10,7 +10,7 @@ from qarl_openrlhf.sync.errors import SyncError
 from qarl_openrlhf.sync.transport import nccl
 
 from . import engines
-from .test_parity import assert_same
+from .test_parity import MOE, assert_same
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -33,6 +33,15 @@ def started(cluster, learner):
     two = engines.start(learner, ray_gpus=0, tp=2, distributed_executor_backend="mp")
     engines.tiny.ready(one)
     return one, two
+
+
+@pytest.fixture(scope="module")
+def experts(cluster, started, tmp_path_factory):
+    """A mixture of experts, half of them on each GPU; and the same engine with a half of every expert on each."""
+    learner = engines.make_learner("qwen3_moe", "w4a16", tmp_path_factory.mktemp("moe"), **MOE)
+    learner.model.to(learner_gpu())
+    across = dict(ray_gpus=0, tp=2, distributed_executor_backend="mp")
+    return learner, [engines.start(learner, enable_expert_parallel=split, **across) for split in (True, False)]
 
 
 @pytest.fixture
@@ -119,6 +128,22 @@ def test_tensor_parallel_engine(started, learner):
         metrics = bench.publish()
         assert metrics["sync/checksum_ok"] == 1.0
     assert_same(bench)
+
+
+def test_experts_split_over_the_gpus(started, experts):
+    """Expert parallel and tensor parallel engines are given one push, each rank its own experts or its part of each."""
+    learner, split = experts
+    engines.tiny.ready(*split)
+    bench = engines.Bench(learner, split, "ipc", learner_gpu())
+    for seed in range(2):
+        bench.train_step(seed + 30)
+        metrics = bench.publish()
+        assert metrics["sync/checksum_ok"] == 1.0
+    assert_same(bench)
+    (tokens, log_probs), (theirs, their_log_probs) = (engines.sample(engine) for engine in split)
+    first = torch.tensor([mine[0] == other[0] for mine, other in zip(tokens, theirs)])  # of one context
+    assert first.float().mean() >= 0.5
+    assert (log_probs[first, 0] - their_log_probs[first, 0]).abs().mean() < 0.1
 
 
 def test_a_killed_engine_is_named(cluster, learner):
