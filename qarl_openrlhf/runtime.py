@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import tempfile
 import time
 from dataclasses import dataclass
@@ -65,6 +66,13 @@ def set_environment(device: str, threads: int | None = None) -> dict[str, str]:
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
     return {name: value for name, value in os.environ.items() if name in wanted or name.startswith(PASSED_ON)}
+
+
+def free_port() -> int:
+    """A TCP port of this host that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
 
 
 def cuda_device_count() -> int:

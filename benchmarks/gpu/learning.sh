@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Issue 7 A on one GPU: arms x seeds of a small Qwen3 on sums that it writes out step by step, learner and engine colocated.
+# Issue 7 A, one GPU or several: arms x seeds on sums that a policy writes out step by step, learner and engine colocated. The policy: a small
+# Qwen3 made from nothing, or a model that is taught such sums first (QARL_LEARNING_BASE).
 #   bash benchmarks/gpu/learning.sh [GROUP ...]
 #   main        BF16, quantized rollout only and QaRL W4A16, each with TBPO and with GRPO+TIS; seeds 0, 1, 2
 #   objectives  QaRL W4A16 with the other six objectives; seed 0
 #   schemes     fp8, w8a8 and w4a8 with TBPO; seed 0
 # Stopped or out of time, the same command goes on from the last checkpoints. Tables and pictures: runs/learning/summary.md
-# env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on the GPU)
+# env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on each GPU)
 #      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
 #      QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
+#      QARL_LEARNING_BASE=runs/inputs/SmolLM2-135M-Instruct (its group: QARL_LEARNING_GROUP=64)
 #      QARL_LEARNING_FLAGS="--actor.optim adam" (more flags, every run)  QARL_LEARNING_DEVICE=cuda (cpu: to try the commands)
 set -uo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
@@ -16,20 +18,27 @@ known "main objectives schemes" "$@"
 seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL_LEARNING_STEPS:-60}
 terms=${QARL_LEARNING_TERMS:-16} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
 lr=${QARL_LEARNING_LR:-2e-5} band=${QARL_LEARNING_BAND:-16} runs=${QARL_LEARNING_DIR:-$root/runs/learning}
+base=${QARL_LEARNING_BASE:-} group=${QARL_LEARNING_GROUP:-128}
 [[ $runs == /* ]] || runs=$PWD/$runs
+[[ -z $base || $base == /* ]] || base=$PWD/$base
 for name in SECONDS JOBS STEPS TERMS; do
     variable=QARL_LEARNING_$name lower=${name,,}
     need "$variable" "${!lower}" "$count" "a whole number, 1 or more"
 done
+need QARL_LEARNING_GROUP "$group" "32|64|128" "32, 64 or 128"
 need QARL_LEARNING_SEEDS "$seeds" "[0-9]+(,[0-9]+)*" "whole numbers with commas between them, e.g. 0,1"
 need QARL_LEARNING_DEVICE "$device" "cuda|cpu" "cuda or cpu"
 read -r -a more <<<"${QARL_LEARNING_FLAGS:-}"
 cd "$root"
 
-policy=$root/runs/inputs/sums-$terms
+policy=$root/runs/inputs/sums-$terms${base:+-$(basename "$base")}
+size=(--layers 8 --hidden 512 --intermediate 1536 --lr 5e-4 --steps 6000 --check_every 250)
+[ -z "$base" ] || size=(--base "$base" --lr 5e-5 --steps 2000 --check_every 50)
+w4a16=w4a16
+[ "$group" = 128 ] || w4a16=w4a16:g$group
 policy_command=("$python" -m qarl_openrlhf.data.small_qwen3 "$policy" --device "$device" --style steps
     --config "min_terms=$terms" "max_terms=$terms" min_digits=2 max_digits=2 --prompts 4096 --heldout 256
-    --layers 8 --hidden 512 --intermediate 1536 --lr 5e-4 --steps 6000 --check_every 250 --stop_at 0.4)
+    "${size[@]}" --stop_at 0.4)
 length=$((12 * terms + 64))
 placement=()
 if [ "$device" = cuda ]; then
@@ -59,13 +68,13 @@ plan() {
         case $group in
             main)
                 for seed in ${seeds//,/ }; do
-                    for scheme in bf16 w4a16:rollout w4a16; do echo "$seed $scheme tbpo,grpo_tis"; done
+                    for scheme in bf16 "$w4a16:rollout" "$w4a16"; do echo "$seed $scheme tbpo,grpo_tis"; done
                 done
                 ;;
             objectives)
-                echo "0 w4a16 gspo,mis_gspo"
-                echo "0 w4a16 dual_clip,sapo"
-                echo "0 w4a16 positive_grpo,onpolicy_grpo"
+                echo "0 $w4a16 gspo,mis_gspo"
+                echo "0 $w4a16 dual_clip,sapo"
+                echo "0 $w4a16 positive_grpo,onpolicy_grpo"
                 ;;
             schemes) for scheme in fp8 w8a8 w4a8; do echo "0 $scheme tbpo"; done ;;
         esac
@@ -75,8 +84,11 @@ plan() {
 deadline=$(($(date +%s) + seconds))
 piece "the policy" "$seconds" "${policy_command[@]}"
 [ ${#failed[@]} -eq 0 ] || finish
-# Each job has a directory of its own: two ablations do not share one.
-job='read -r seed scheme arms <<<"$1"; name=seed$seed-${scheme//:/-}-${arms%%,*}; shift
+# Each job has a directory of its own: two ablations do not share one. A place of xargs stays on one GPU.
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+[ "$gpus" -gt 0 ] || gpus=1
+job='[ "$GPUS" = 1 ] || export CUDA_VISIBLE_DEVICES=$((PLACE % GPUS))
+    read -r seed scheme arms <<<"$1"; name=seed$seed-${scheme//:/-}-${arms%%,*}; shift
     left=$((DEADLINE - $(date +%s)))
     if [ "$left" -lt 60 ]; then echo "no time left for $name"; exit 1; fi
     exec timeout -k 20 "$left" "$@" --arms "$arms" --schemes "$scheme" --seeds "$seed" --out "$RUNS/$name"'
@@ -87,6 +99,6 @@ if [ -n "${QARL_DRY_RUN:-}" ]; then
     done
     exit
 fi
-plan "$@" | DEADLINE=$deadline RUNS=$runs xargs -P "$jobs" -d '\n' -I @job bash -c "$job" learning @job "${command[@]}" || failed+=(runs)
+plan "$@" | GPUS=$gpus DEADLINE=$deadline RUNS=$runs xargs --process-slot-var=PLACE -P $((jobs * gpus)) -d '\n' -I @job bash -c "$job" learning @job "${command[@]}" || failed+=(runs)
 "$python" -m qarl_openrlhf.cli.report "$runs" --out "$runs" || failed+=(report)
 finish

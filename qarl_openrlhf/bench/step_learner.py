@@ -3,7 +3,6 @@
 import gc
 import io
 import os
-import socket
 import time
 from contextlib import redirect_stdout
 
@@ -78,10 +77,7 @@ def one_rank_environment() -> None:
     """A world of one, unless a launcher (torchrun) has made a larger one."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 
 
 class StepLearner:

@@ -12,6 +12,8 @@ import ray
 import torch
 from torch import Tensor
 
+from qarl_openrlhf.runtime import free_port
+
 _COMMON = dict(
     architectures=["Qwen3ForCausalLM"],
     model_type="qwen3",
@@ -157,14 +159,10 @@ class Learner:
 
     def join_openrlhf(self, engines: list) -> None:
         """OpenRLHF's own transfer group: a broadcast a parameter."""
-        import socket
-
         from openrlhf.utils.distributed_util import stateless_init_process_group
 
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         world = len(engines) + 1
         calls = [
             engine.init_process_group.remote(address, port, i + 1, world, "openrlhf", backend="nccl", use_ray=False)

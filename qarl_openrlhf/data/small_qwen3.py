@@ -1,7 +1,8 @@
 """A small Qwen3 that partly solves a reasoning-gym task, with prompts: `python -m qarl_openrlhf.data.small_qwen3 OUT_DIR`.
 
 Reinforcement learning needs a policy that solves some problems and not others. This makes one of any size from nothing, with a
-tokenizer of bytes: supervised training on problems with their solutions until it solves the share `--stop_at`. OUT_DIR gets
+tokenizer of bytes: supervised training on problems with their solutions until it solves the share `--stop_at`. With `--base`
+it teaches a model that there is, of any architecture, in that model's own tokens. OUT_DIR gets
 
     model/          Hugging Face directory, BF16 (`--actor.model_name_or_path`)
     prompts.jsonl   prompts for reinforcement learning (`--data.input_key input --data.label_key label`)
@@ -9,7 +10,7 @@ tokenizer of bytes: supervised training on problems with their solutions until i
     training.json   settings, learning curve, share solved, longest response in tokens
 
 No problem is in two of supervised training, prompts and held-out set. Hidden and intermediate size are multiples of 256, so
-that every scheme runs, W4A8 included. The same arguments give the same files on the same machine.
+that every scheme runs, W4A8 included; a `--base` has its own. The same arguments give the same files on the same machine.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Settings:
     slips: float = 0.0
     prompts: int = 1024
     heldout: int = 512
+    base: str | None = None
     layers: int = 4
     hidden: int = 256
     intermediate: int = 768
@@ -62,6 +64,22 @@ class Settings:
             raise DataError(f"--lr {self.lr}: give a positive learning rate")
         if self.stop_at is not None and not 0 < self.stop_at <= 1:
             raise DataError(f"--stop_at {self.stop_at}: give a share of solved problems, above 0 and at most 1")
+
+
+def load_base(directory: str):
+    """(model in FP32, tokenizer) of a Hugging Face directory. DataError where there is none, or no token ends a response."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32", local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--base {directory}: no causal language model with a tokenizer: {str(error).splitlines()[0]}") from None
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"--base {directory}: its tokenizer has no end token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
 
 
 def build_model(settings: Settings, tokenizer):
@@ -94,6 +112,8 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
     `out` appears in one rename, complete or not at all. DataError when it holds anything else, or for settings that fail.
     """
     stamp = {"version": VERSION, **asdict(settings)}
+    if not settings.base:
+        del stamp["base"]  # as it was before there was one
     if out.is_dir() and any(out.iterdir()):
         if _stamp_in(out) == stamp:
             return None
@@ -120,8 +140,13 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
 
     if device == "cuda" and not torch.cuda.is_available():
         raise DataError("--device cuda: torch sees no GPU")
-    tokenizer = byte_tokenizer()
-    model = build_model(settings, tokenizer).to(device)
+    if settings.base:
+        model, tokenizer = load_base(settings.base)
+        torch.manual_seed(seed)
+    else:
+        tokenizer = byte_tokenizer()
+        model = build_model(settings, tokenizer)
+    model = model.to(device)
     lengths = [len(tokenizer(response(entry, style))["input_ids"]) + 1 for entry in [*prompts, *heldout]]
     parameters = sum(p.numel() for p in model.parameters())
     show(f"{parameters / 1e6:.2f}M parameters; responses of {min(lengths)} to {max(lengths)} tokens")
@@ -186,6 +211,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--slips", type=float, default=default.slips, help="share of partial results that training has wrong")
     parser.add_argument("--prompts", type=int, default=default.prompts, help="prompts for reinforcement learning")
     parser.add_argument("--heldout", type=int, default=default.heldout, help="held-out problems")
+    parser.add_argument("--base", metavar="MODEL_DIR", help="teach this model (not a new Qwen3 of --layers, --hidden ...)")
     parser.add_argument("--layers", type=int, default=default.layers)
     parser.add_argument("--hidden", type=int, default=default.hidden, help="a multiple of 256; heads have 64 features")
     parser.add_argument("--intermediate", type=int, default=default.intermediate, help="a multiple of 256")

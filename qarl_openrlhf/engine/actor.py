@@ -17,11 +17,13 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor  # noqa: E402
 from torch import Tensor  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from qarl_openrlhf.engine import plugin  # noqa: E402
 from qarl_openrlhf.engine.admission import Admission  # noqa: E402
 from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
+from qarl_openrlhf.engine.response_text import response_text  # noqa: E402
 from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
 from qarl_openrlhf.engine.stops import as_tokens  # noqa: E402
 from qarl_openrlhf.engine.start_error import explained, why_dead  # noqa: E402
@@ -29,7 +31,7 @@ from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # n
 from qarl_openrlhf.engine.strict_rewards import StrictSingleTurnExecutor  # noqa: E402
 from qarl_openrlhf.engine.token_versions import TokenVersions, along  # noqa: E402
 from qarl_openrlhf.quant import QuantScheme  # noqa: E402
-from qarl_openrlhf.runtime import cuda_device_count, resolve_device  # noqa: E402
+from qarl_openrlhf.runtime import cuda_device_count, free_port, resolve_device  # noqa: E402
 from qarl_openrlhf.sync.errors import SyncError  # noqa: E402
 
 
@@ -69,7 +71,9 @@ class QarlRolloutActor(_RolloutActor):
         self.tokenizers: dict = {}
         self.allow_truncated_sampling = qarl_allow_truncated_sampling
         self.ranks = kwargs.get("tensor_parallel_size", 1)
-        self.on_cpu = resolve_device(qarl_device) == "cpu"
+        # Ray shows an engine over several GPUs none of them: its workers are placed on theirs by bundles.
+        placed = qarl_device == "cuda" and kwargs.get("distributed_executor_backend") == "ray"
+        self.on_cpu = not placed and resolve_device(qarl_device) == "cpu"
         overrides = engine_overrides(
             QuantScheme.parse(qarl_scheme),
             model=kwargs["model"],
@@ -79,12 +83,14 @@ class QarlRolloutActor(_RolloutActor):
         if "compilation_config" in overrides:  # joins the caller's: in its place vLLM would compile what the caller told it not to
             overrides["compilation_config"] = (kwargs.get("compilation_config") or {}) | overrides["compilation_config"]
         try:
-            await super().__init__(*args, **{"num_gpus": 0, **kwargs, **overrides})
+            # vLLM's statistics, which nothing reads here, cost a fifth of what its process has to do for a token.
+            await super().__init__(*args, **{"num_gpus": 0, "disable_log_stats": True, **kwargs, **overrides})
         except RuntimeError as error:
             raise explained(error) from error
         StrictSingleTurnExecutor.convert(self.executor, qarl_reward_timeout_s)
         # An engine of a benchmark has no tokenizer (skip_tokenizer_init), and no stop strings either.
-        self.stop, self.stop_tokens = as_tokens(self.stop, self.llm.get_tokenizer()) if self.stop else ([], [])
+        self.tokenizer = None if kwargs.get("skip_tokenizer_init") else self.llm.get_tokenizer()
+        self.stop, self.stop_tokens = as_tokens(self.stop, self.tokenizer) if self.stop else ([], [])
         self.admission = Admission(self.llm, lambda: self.weights.wait_ready(self.name, self.timeout_s))
         self.token_versions = TokenVersions(self.llm.output_processor)
 
@@ -92,7 +98,11 @@ class QarlRolloutActor(_RolloutActor):
         if self.on_cpu:  # no device to choose, though Ray may count logical GPUs
             return
         super()._configure_device_env(backend, bundle_indices, num_gpus)
-        if backend != "ray":
+        if backend == "ray":
+            # vLLM 0.26 looks for the workers' port from this one + 100 upwards, by default from 100: engines of one host that
+            # start together and may listen there (root) would all take the same.
+            os.environ.setdefault("VLLM_DP_MASTER_PORT", str(free_port() - 100))
+        else:
             # The engine's own GPUs first, then the host's others: CUDA maps memory of a GPU (transport ipc, learner rank 0)
             # only where it is visible.
             own = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
@@ -113,8 +123,13 @@ class QarlRolloutActor(_RolloutActor):
         """
         await self.weights.wait_ready(self.name, self.timeout_s)
         version = self.weights.version
+        params = self._prepared(sampling_params)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        late_text = params.detokenize and not params.stop and self.tokenizer is not None
+        if late_text:
+            params.detokenize = False
         try:
-            output = await super().generate(prompt_token_ids, self._prepared(sampling_params), multi_modal_data)
+            output = await super().generate(prompt_token_ids, params, multi_modal_data)
         except EngineDeadError:
             raise EngineNotReady(f"{self.name}: its process died while it sampled{why_dead()}") from None
         versions = self.token_versions.take(output) if output is not None else []
@@ -122,6 +137,8 @@ class QarlRolloutActor(_RolloutActor):
             why = f"weights are {self.weights.state.value} ({self.weights.reason})"
             raise EngineNotReady(f"{self.name} aborted a request: {why}")
         output.weight_versions, output.weight_version = versions, min(versions, default=version)
+        if late_text:
+            output.outputs[0].text = response_text(self.tokenizer, prompt_token_ids, output.outputs[0], params)
         return output
 
     async def expect(self, dispatch: str, slots: list[tuple[int, int]], seed: int) -> None:
@@ -186,7 +203,8 @@ class QarlRolloutActor(_RolloutActor):
         if params.n != 1:
             raise ValueError(f"n {params.n}: one request is one response here; use num_samples of generate_responses")
         params = deepcopy(params)
-        params.logprobs = 0  # the sampled token's, nothing else
+        params.logprobs = 0  # the sampled token's, nothing else,
+        params.flat_logprobs = True  # and as numbers, not as one object each
         params.min_tokens = 0  # min_tokens 1 would mask the EOS at the first position, which the learner does not
         params.stop_token_ids = [*(params.stop_token_ids or []), *self.stop_tokens]
         if self.stop:

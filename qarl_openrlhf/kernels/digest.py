@@ -114,9 +114,9 @@ def digest(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> Cal
     tables = torch.from_numpy(np.concatenate([table.reshape(-1), chunks.reshape(-1)])).to(flat.device)
     sums = torch.zeros(len(entries), dtype=torch.int64, device=flat.device)
     bad = torch.zeros(len(entries), dtype=torch.int32, device=flat.device)
-    _digest_kernel[(len(chunks),)](
-        flat.view(torch.int32), flat, tables, tables[table.size :], sums, bad, CHUNK=CHUNK, BLOCK=min(BLOCK, CHUNK), num_warps=8
-    )
+    words, chunk_table, block = flat.view(torch.int32), tables[table.size :], min(BLOCK, CHUNK)
+    with torch.cuda.device(flat.device):  # Triton launches on the current device
+        _digest_kernel[(len(chunks),)](words, flat, tables, chunk_table, sums, bad, CHUNK=CHUNK, BLOCK=block, num_warps=8)
     both = torch.stack([sums, bad.long()])
 
     def results() -> tuple[list[int], list[int]]:

@@ -114,6 +114,25 @@ def test_the_same_settings_make_the_same_files(made, tmp_path):
         make(out, Settings(**TINY | {"seed": 1}))
 
 
+def test_a_model_that_there_is_can_be_taught(made, tmp_path):
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    base = made[0] / "model"
+    settings = Settings(**TINY | {"base": str(base), "layers": 3, "seed": 1})
+    record = make(tmp_path / "taught", settings, show=lambda line: None)
+    before, after = (load_file(path / "model.safetensors") for path in (base, tmp_path / "taught" / "model"))
+    assert before.keys() == after.keys() and all(before[name].shape == after[name].shape for name in before)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(changed) > len(before) / 2 and all(tensor.dtype == torch.bfloat16 for tensor in after.values())
+    assert AutoTokenizer.from_pretrained(tmp_path / "taught" / "model").eos_token == END
+    assert record["settings"]["base"] == str(base) and record["parameters"] == made[1]["parameters"]
+    assert make(tmp_path / "taught", settings) is None
+    with pytest.raises(DataError, match=f"--base {tmp_path}: no causal language model"):
+        make(tmp_path / "none", Settings(**TINY | {"base": str(tmp_path)}), show=lambda line: None)
+    assert not (tmp_path / "none").exists()
+
+
 def test_training_learns_and_stops_at_a_share():
     tokenizer = byte_tokenizer()
     model = build_model(Settings(**TINY), tokenizer)

@@ -19,11 +19,10 @@ RUNS = {
         "quant.scheme": "fp8", "vllm.num_engines": 2, "ds.zero_stage": 3, "ds.packing_samples": True, **TWO,
     },
     "zero3-tensor-parallel": {"quant.scheme": "w4a16", "ds.zero_stage": 3, **TWO, **ACROSS},
-    "zero3-tensor-parallel-w4a8": {"quant.scheme": "w4a8", "ds.zero_stage": 3, **TWO, **ACROSS},
     "separate-nccl": {"quant.scheme": "w4a16", "train.colocate_all": False},
     "separate-async": {"quant.scheme": "fp8", "train.colocate_all": False, "train.async_enable": True},
     "moe-zero3-expert-parallel": {"quant.scheme": "w4a16", "ds.zero_stage": 3, **TWO, **ACROSS, **PARALLEL_EXPERTS},
-    "moe-zero2-tensor-parallel": {"quant.scheme": "fp8", **TWO, **ACROSS},
+    "moe-zero2-two-engines": {"quant.scheme": "fp8", "vllm.num_engines": 2, **TWO},
 }  # fmt: skip
 
 
