@@ -1,5 +1,7 @@
 """Small models on a card: a learner in this process and vLLM engines beside it."""
 
+import time
+
 import ray
 import torch
 from vllm import SamplingParams
@@ -54,11 +56,24 @@ class Bench:
         self.learner.model.quant_cache.invalidate()
 
 
+SAMPLE = SamplingParams(temperature=1.0, max_tokens=24, seed=3, ignore_eos=True, logprobs=0)
+
+
 def sample(engine) -> tuple[list, torch.Tensor]:
-    """Tokens and log-probs of eight responses, reproducible."""
-    params = SamplingParams(temperature=1.0, max_tokens=24, seed=3, ignore_eos=True, logprobs=0)
-    outputs = ray.get([engine.generate.remote(prompt, params) for prompt in PROMPTS], timeout=120)
-    return read(outputs)
+    """Tokens and log-probs of eight responses, reproducible but for which of them share a step."""
+    return read(ray.get([engine.generate.remote(prompt, SAMPLE) for prompt in PROMPTS], timeout=120))
+
+
+def together(engine) -> tuple[list, torch.Tensor]:
+    """Tokens and log-probs of eight responses that begin in the same step, as those of one call of ``LLM.generate``."""
+    ray.get(engine.pause_generation.remote(), timeout=30)
+    calls = [engine.generate.remote(prompt, SAMPLE) for prompt in PROMPTS]
+    until = time.monotonic() + 10
+    while ray.get(engine.get_num_unfinished_requests.remote(), timeout=30) < len(calls):
+        assert time.monotonic() < until, "requests do not get to a paused engine"
+        time.sleep(0.05)
+    ray.get(engine.resume_generation.remote(), timeout=30)
+    return read(ray.get(calls, timeout=120))
 
 
 def read(outputs) -> tuple[list, torch.Tensor]:
@@ -76,8 +91,7 @@ def sample_from_export(directory: str, **kwargs) -> tuple[list, torch.Tensor]:
     from vllm import LLM
 
     llm = LLM(model=directory, dtype="bfloat16", logprobs_mode="processed_logprobs", **{**ENGINE, **kwargs})
-    params = SamplingParams(temperature=1.0, max_tokens=24, seed=3, ignore_eos=True, logprobs=0)
-    return read(llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False))
+    return read(llm.generate([{"prompt_token_ids": p} for p in PROMPTS], SAMPLE, use_tqdm=False))
 
 
 def export(learner: tiny.Learner, directory) -> str:

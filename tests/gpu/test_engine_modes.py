@@ -4,7 +4,6 @@ All engines of this file start at once, the fresh ones too: what they load is ex
 """
 
 import os
-import time
 
 import pytest
 import ray
@@ -48,18 +47,6 @@ def fresh(directory: str, settings: dict) -> dict:
     return {"sample": sampled, "long": [(engines.read(o), o[0].num_cached_tokens) for o in long]}
 
 
-def together(engine) -> tuple[list, torch.Tensor]:
-    """Tokens and log-probs of eight responses that begin in the same step, as those of one call of ``LLM.generate``."""
-    ray.get(engine.pause_generation.remote(), timeout=30)
-    calls = [engine.generate.remote(prompt, params(24)) for prompt in engines.PROMPTS]
-    until = time.monotonic() + 10
-    while ray.get(engine.get_num_unfinished_requests.remote(), timeout=30) < len(calls):
-        assert time.monotonic() < until, "requests do not get to a paused engine"
-        time.sleep(0.05)
-    ray.get(engine.resume_generation.remote(), timeout=30)
-    return engines.read(ray.get(calls, timeout=120))
-
-
 def assert_equal(mine: tuple, theirs: tuple) -> None:
     assert mine[0] == theirs[0]
     assert torch.equal(mine[1], theirs[1]), f"log-probs differ by up to {float((mine[1] - theirs[1]).abs().max())}"
@@ -87,7 +74,7 @@ class Modes:
         for bench in self.benches:
             metrics = bench.publish()
             assert metrics["sync/checksum_ok"] == 1.0
-        self.before = {mode: together(engine) for mode, engine in self.engines.items()}
+        self.before = {mode: engines.together(engine) for mode, engine in self.engines.items()}
         self.long_before = self.ask_long("caching")
         for bench in self.benches:
             bench.train_step(1)
@@ -119,7 +106,7 @@ def test_one_publish_feeds_all_engines(modes):
     for mode in ("sleeping", "caching"):
         assert_equal(modes.before[mode], modes.before["plain"])
     for mode in ("plain", "sleeping", "caching"):
-        after = together(modes.engines[mode])
+        after = engines.together(modes.engines[mode])
         assert after[0] != modes.before[mode][0]
         assert_equal(after, modes.fresh["plain"]["sample"])
 
@@ -132,7 +119,7 @@ def test_torch_compile(modes, mode):
     is asked of one engine that is given the same weights again after others.
     """
     engine, bench = modes.engines[mode], modes.benches["fp8" in mode]
-    after = together(engine)
+    after = engines.together(engine)
     assert after[0] != modes.before[mode][0]
     tokens, log_probs = modes.fresh[mode]["sample"]
     assert after[0] == tokens
@@ -140,11 +127,11 @@ def test_torch_compile(modes, mode):
     state = {name: tensor.clone() for name, tensor in bench.learner.model.state_dict().items()}
     bench.train_step(5)
     bench.publish()
-    assert together(engine)[0] != after[0]
+    assert engines.together(engine)[0] != after[0]
     bench.learner.model.load_state_dict(state)
     bench.learner.model.quant_cache.invalidate()
     bench.publish()
-    assert_equal(together(engine), after)
+    assert_equal(engines.together(engine), after)
     text = list(range(3, 200))
     gap = float((bench.learner.log_probs(text).cpu() - engines.tiny.probe(engine, text)).abs().mean())
     print(f"{mode}: mean |delta logp| to the learner {gap:.4f}")
@@ -176,7 +163,7 @@ def asleep(engine) -> list[bool]:
 def test_sleep_and_wake(modes):
     """Weights published between waking the weights and waking the KV cache: graphs decode as before the sleep."""
     engine, bench = modes.engines["sleeping"], modes.benches[0]
-    before = together(engine)
+    before = engines.together(engine)
     for seed in (None, 7):
         if seed is not None:
             bench.train_step(seed)
@@ -187,8 +174,8 @@ def test_sleep_and_wake(modes):
         bench.publish()
         ray.get(engine.wake_up.remote(tags=["kv_cache"]), timeout=60)
         assert not any(asleep(engine))
-        after = together(engine)
+        after = engines.together(engine)
         if seed is None:
             assert_equal(after, before)
-        assert_equal(after, together(modes.engines["plain"]))
+        assert_equal(after, engines.together(modes.engines["plain"]))
     assert after[0] != before[0]

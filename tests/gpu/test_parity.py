@@ -77,11 +77,11 @@ def test_pushes_reach_the_kernels(bench, tmp_path_factory):
     metrics = bench.publish()
     assert metrics["sync/checksum_ok"] == 1.0
     assert metrics["sync/buckets"] > 1
-    before = engines.sample(bench.engines[0])
+    before = engines.together(bench.engines[0])
     for seed in (1, 2):
         bench.train_step(seed)
         bench.publish()
-    bench.pushed = engines.sample(bench.engines[0])
+    bench.pushed = engines.together(bench.engines[0])
     assert before[0] != bench.pushed[0]
     # A user's vLLM on the export starts meanwhile, beside those of the other cases.
     bench.fresh = engines.sample_from_export.remote(engines.export(bench.learner, tmp_path_factory.mktemp("export") / "model"))
