@@ -1,5 +1,7 @@
 """Put our actors where OpenRLHF's ``train`` looks for them."""
 
+from functools import wraps
+
 import ray
 from openrlhf.cli import train_ppo_ray
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
@@ -8,6 +10,7 @@ from openrlhf.trainer.ray.launcher import RayActorGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from qarl_openrlhf.actors import model_workers, policy, trainer
+from qarl_openrlhf.actors.engine_end import ended_engine
 from qarl_openrlhf.actors.strategy import make_strategy
 from qarl_openrlhf.engine.actor import QarlRolloutActor
 from qarl_openrlhf.engine.engine_args import engine_args
@@ -17,13 +20,13 @@ from qarl_openrlhf.runtime import placement_group
 
 def install(args, startup: Startup | None = None):
     """Returns OpenRLHF's ``train`` function, which now builds our classes (this process only) and tells ``startup`` what it
-    waits for."""
+    waits for. EngineProcessError if an engine's process ended by itself."""
     startup = startup or Startup(show=lambda line, flush: None)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # The controller writes the run directory, which the driver reads: same node.
     ppo_trainer.PPOTrainer = ray.remote(trainer.QarlPPOTrainer).options(scheduling_strategy=here)
     ppo_trainer_async.PPOTrainerAsync = ray.remote(trainer.QarlPPOTrainerAsync).options(scheduling_strategy=here)
-    vllm_engine.RolloutRayActor = _EngineFactory(ray.remote(QarlRolloutActor), args, startup)
+    vllm_engine.RolloutRayActor = engines = _EngineFactory(ray.remote(QarlRolloutActor), args, startup)
     on_gpu = ray.remote(num_gpus=1)
     train_ppo_ray.PolicyModelActor = on_gpu(policy.QarlPolicyActor)
     train_ppo_ray.ReferenceModelActor = on_gpu(model_workers.ReferenceModelActor)
@@ -38,7 +41,17 @@ def install(args, startup: Startup | None = None):
     }
     train_ppo_ray.get_strategy = make_strategy
     train_ppo_ray.placement_group = placement_group
-    return train_ppo_ray.train
+
+    @wraps(train_ppo_ray.train)
+    def train(args):
+        try:
+            train_ppo_ray.train(args)
+        except ray.exceptions.RayError:
+            if ended := ended_engine(engines.made, args):
+                raise ended from None
+            raise
+
+    return train
 
 
 class _Group(RayActorGroup):
@@ -71,7 +84,7 @@ class _EngineFactory:
     def remote(self, **kwargs):
         engine = self._remote(**kwargs)
         name = f"engine {len(self.made)}"
-        self.made.append(name)
+        self.made.append(engine)
         self.startup.watch(f"{name} starts vLLM", f"{name} ready", [engine.weights_state.remote()])
         return engine
 

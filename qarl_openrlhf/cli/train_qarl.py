@@ -134,6 +134,7 @@ def run(args, resources, environment: dict[str, str]) -> None:
             runtime.start_ray(args.device, resources, environment, log_to_driver=args.ray.log_to_driver)
     except runtime.ResourceError as error:
         _end_with([str(error)])
+    from qarl_openrlhf.actors.engine_end import EngineProcessError
     from qarl_openrlhf.actors.install import install
     from qarl_openrlhf.actors.policy import quantized_directory
     from qarl_openrlhf.metrics.progress import follow
@@ -149,6 +150,8 @@ def run(args, resources, environment: dict[str, str]) -> None:
     watcher.start()
     try:
         train(args)
+    except EngineProcessError as error:
+        sys.exit(f"train_qarl: error: {error}")
     finally:
         stop.set()
         watcher.join(timeout=5)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
+from qarl_openrlhf.rewards.process_end import tell_exits
+
 _failure: ContextVar[list | None] = ContextVar("qarl_reward_failure", default=None)
 
 
@@ -28,7 +30,8 @@ class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
 
     @classmethod
     def convert(cls, executor: Any, timeout_s: float) -> None:
-        """Make an executor of OpenRLHF strict, in place; a user's own agent is left alone."""
+        """Make an executor of OpenRLHF strict, in place; a user's own agent is left alone. Either's ``os._exit`` leaves word."""
+        tell_exits()
         if type(executor) is SingleTurnAgentExecutor:
             executor.__class__ = cls
             executor.timeout_s = timeout_s

@@ -130,6 +130,18 @@ def test_a_killed_process_ends_the_run_and_leaves_none(start, who):
     run.assert_gone()
 
 
+def test_a_reward_that_ends_the_engines_process_is_the_error_of_the_run(start, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("import os\n\n\ndef reward_func(queries, prompts, labels):\n    os._exit(3)\n")
+    run = start({"reward.remote_url": str(reward)})
+    assert run.process.wait(400) == 1
+    last = run.text.splitlines()[-1]
+    assert last.startswith("train_qarl: error: engine 0: its process (pid ") and f"{reward} runs in that process" in last
+    assert f"ended by itself with exit code 3: os._exit at {reward}:5 in reward_func" in last
+    assert "Traceback" not in run.text
+    run.assert_gone()
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["interrupted", "terminated", "killed"])
 def test_an_ended_driver_leaves_no_process(start, how):
     run = start()

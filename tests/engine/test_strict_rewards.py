@@ -1,13 +1,18 @@
 """A reward that fails is an error that names it; OpenRLHF's own executor would go on with None."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
+import ray
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from vllm import SamplingParams
 
+from qarl_openrlhf.actors.engine_end import ended_engine
 from qarl_openrlhf.engine.strict_rewards import RewardError, StrictSingleTurnExecutor
 
 from . import tiny
@@ -68,3 +73,58 @@ def test_a_good_reward_passes(tmp_path):
 
 def test_without_it_a_fault_goes_unnoticed(tmp_path):
     assert [o["reward"] for o in execute(tmp_path, BODIES["raises"][0], strict=False)] == [None] * 3
+
+
+class RewardActor:
+    """Computes rewards as an engine's actor does, in an executor and a process of its own."""
+
+    def __init__(self, path: str):
+        self.executor = SingleTurnAgentExecutor(path)
+        StrictSingleTurnExecutor.convert(self.executor, 30)
+
+    async def reward(self):
+        return await self.executor.execute("prompt", "label", SamplingParams(max_tokens=4), 32, tiny.tokenizer(), Engine())
+
+
+ENDS = {
+    "os._exit": ("import os; os._exit(259)", "exit code 3: os._exit at {path}:2 in reward_func"),
+    "segfault": ("import ctypes; ctypes.string_at(0)", "exit code -11 (SIGSEGV): segmentation fault at {path}:2 in reward_func"),
+    "abort": ("import os; os.abort()", "exit code -6 (SIGABRT): aborted at {path}:2 in reward_func"),
+    "killed": ("import os; os.kill(os.getpid(), 9)", "an exit code that nothing recorded (SIGKILL, e.g. for want of memory"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_reward_that_ends_the_process_is_named_with_its_exit_code(cluster, tmp_path, how):
+    body, words = ENDS[how]
+    path = tmp_path / "reward.py"
+    path.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
+    args = SimpleNamespace(train=SimpleNamespace(agent_func_path=None), reward=SimpleNamespace(remote_url=[str(path)]))
+    alive, engine = (ray.remote(num_cpus=0)(RewardActor).remote(str(path)) for _ in range(2))
+    ray.get([actor.__ray_ready__.remote() for actor in (alive, engine)])
+    assert ended_engine([alive, engine], args) is None
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(engine.reward.remote(), timeout=60)
+    message = str(ended_engine([alive, engine], args))
+    assert message.startswith("engine 1: its process (pid ") and f"ended by itself with {words.format(path=path)}" in message
+    assert f"{path} runs in that process: code that ends it (os._exit, a crash of a C extension) is the likely cause" in message
+    assert os.path.isfile(message.rpartition("Log of the process: ")[2])
+    args.reward.remote_url = ["http://localhost:1/reward"]
+    assert "likely cause" not in str(ended_engine([alive, engine], args))
+    ray.kill(alive)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(alive.__ray_ready__.remote(), timeout=60)
+    assert ended_engine([alive], args) is None  # Ray ended it, not itself
+
+
+def test_a_fork_of_an_engines_process_ends_without_a_word():
+    code = "\n".join(
+        (
+            "import os",
+            "from qarl_openrlhf.rewards.process_end import tell_exits",
+            "tell_exits(); tell_exits()",
+            "os._exit(5) if os.fork() == 0 else print(os.wait()[1] >> 8)",
+        )
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
