@@ -11,12 +11,14 @@ import argparse
 import json
 import os
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 
 from qarl_openrlhf.cli.ending import own_process
 from qarl_openrlhf.cli.prepare_data import TEMPLATE, template_of
 from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.data.files import made_directory, why_unwritable
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.data.sources import CODE, EVAL, on_hub
 from qarl_openrlhf.engine.offline import ENGINES
@@ -63,6 +65,8 @@ def check(args) -> None:
     """DataError for what would fail later."""
     if not args.source or not args.out:
         raise DataError("MODEL and --out are needed (or --table DIR ...)")
+    if why := why_unwritable(args.out):
+        raise DataError(f"--out {args.out}: {why}")
     if args.k is not None and args.k < 1 or args.limit is not None and args.limit < 1:
         raise DataError("--k and --limit must be at least 1")
     if args.temperature == 0 and args.k != 1:
@@ -91,9 +95,10 @@ def run(args) -> dict:
             item.read_tests()
     if theirs:
         harness.check_data(theirs)
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".weights-", dir=out) as scratch:
+    with ExitStack() as stack:
+        out = stack.enter_context(made_directory(args.out))
+        stack.enter_context(records.unclaimed_without_samples(out))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=".weights-", dir=out))
         directory, scheme = weights(args, Path(scratch))
         choice = engine_choice(args, directory, own=not theirs)
         settings = claim_settings(args, directory, scheme, choice, own=not theirs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Iterator
 
@@ -51,3 +51,18 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
         os.rename(part, path)  # replaces an empty directory, refuses one with files
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def made_directory(path: str | os.PathLike) -> Iterator[Path]:
+    """Makes `path` and its parents; if the block raises, those that it made and that are empty go again."""
+    path = Path(os.path.abspath(path))
+    made = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield path
+    except BaseException:
+        with suppress(OSError):  # not empty: what was written stays, and so do its parents
+            for directory in made:
+                directory.rmdir()
+        raise

@@ -8,12 +8,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from qarl_openrlhf.data.files import atomic_file
 from qarl_openrlhf.data.lines import append_lines, read_objects
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.evaluation.items import Item, Settings
+
+
+@contextmanager
+def unclaimed_without_samples(directory: Path) -> Iterator[None]:
+    """If the block raises before anything is sampled, no settings stay that would refuse other ones."""
+    path = directory / "settings.json"
+    before = path.exists()
+    try:
+        yield
+    except BaseException:
+        if not before and not any(directory.glob("*.jsonl")):
+            path.unlink(missing_ok=True)
+        raise
 
 
 def claim(directory: Path, settings: Settings, names: tuple[str, ...] | None = None) -> None:

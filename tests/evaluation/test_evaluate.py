@@ -129,6 +129,21 @@ def test_arguments_are_checked_before_an_engine_starts(tmp_path, made):
         assert message in str(error.value).replace(model, "MODEL"), arguments
 
 
+def test_what_is_refused_leaves_nothing_behind(tmp_path, made):
+    model = save_tiny_model(tmp_path / "model", "llama")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    refused = ["--max_tokens", "16384"], ["--scheme", "fp8", "--max_tokens", "8"], ["--scheme", "w4a16:g48", "--max_tokens", "8"]
+    failing_engine = ["--max_tokens", "8", "--tp", "3"]  # settings are claimed by then; vLLM refuses 3 for 4 heads
+    for out in ("new", "new/below/it", "empty", "file/below"):
+        for arguments in (*refused, failing_engine) if out == "new" else refused[:2]:
+            with pytest.raises((SystemExit, ValueError)) as error:
+                evaluate.main([model, "--out", str(tmp_path / out), "--tasks", made, *arguments])
+            assert out != "file/below" or "file is not a directory" in str(error.value)
+            assert sorted(tmp_path.rglob("*")) == before, (out, arguments)
+
+
 def test_lengths(tmp_path):
     model = save_tiny_model(tmp_path / "model", "llama")
     parse = evaluate.make_parser().parse_args
