@@ -11,6 +11,7 @@ import torch
 from qarl_openrlhf import patches
 from qarl_openrlhf.bench import step_clock
 from qarl_openrlhf.bench.step_workload import Workload
+from qarl_openrlhf.runtime import free_port
 
 UPDATES = 2  # optimizer steps of one measured rollout
 
