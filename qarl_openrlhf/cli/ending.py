@@ -1,11 +1,55 @@
-"""A command that loads vLLM, as a process: its result, or its error, is the last thing it says."""
+"""A command as a process: its result, its error, or the signal that ended it is the last thing it says."""
 
 import atexit
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
+
+
+class SignalEnding:
+    """Within, SIGTERM and SIGINT end a command with one line and status 128 + signal; what it holds is given back on the way.
+
+    A second signal ends it at once. Does nothing outside of the main thread, where Python has no signals, and for a signal
+    that the process ignores (nohup). ``advice``: the end of the line, asked for when it is told.
+    """
+
+    def __init__(self, command: str):
+        self.command = command
+        self.advice: Callable[[], str] = str
+        self.received: signal.Signals | None = None
+        self.before: dict = {}
+
+    def __enter__(self) -> "SignalEnding":
+        self.take()
+        return self
+
+    def take(self) -> None:
+        """Put the handlers in place; again after a library has put its own there."""
+        if threading.current_thread() is not threading.main_thread() or self.received:
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self.before.setdefault(number, signal.getsignal(number))
+                signal.signal(number, self._end)
+
+    def _end(self, number: int, frame) -> NoReturn:
+        self.received = signal.Signals(number)
+        for taken in self.before:
+            signal.signal(taken, signal.SIG_DFL)
+        raise KeyboardInterrupt  # the one exception that Ray's waiting calls let through
+
+    def __exit__(self, kind, error, trace) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, signal.SIG_DFL if self.received or handler is None else handler)
+        if self.received and kind:
+            word = "terminated" if self.received == signal.SIGTERM else "interrupted"
+            sys.stdout.flush()
+            print(f"{self.command}: {word} ({self.received.name}){self.advice()}", file=sys.stderr, flush=True)
+            raise SystemExit(128 + self.received) from None
 
 
 def own_process(main: Callable[[], None]) -> NoReturn:

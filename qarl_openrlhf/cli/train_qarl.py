@@ -7,9 +7,11 @@ import os
 import sys
 import threading
 from contextlib import ExitStack
+from functools import partial
 
 from qarl_openrlhf import config, runtime
 from qarl_openrlhf.cli.dry_run import check_layers, default_flags, describe, flatten, main_memory_problems
+from qarl_openrlhf.cli.ending import SignalEnding
 from qarl_openrlhf.cli.flags import add_flags, typed_flags
 from qarl_openrlhf.cli.help_text import arrange
 from qarl_openrlhf.cli.host import HostCommandLine
@@ -20,11 +22,16 @@ from qarl_openrlhf.planning.architecture import check_heads
 from qarl_openrlhf.preflight import hub, preflight
 from qarl_openrlhf.preflight.directories import held
 from qarl_openrlhf.preflight.prompts import check_template
-from qarl_openrlhf.preflight.resume import choose_checkpoint
+from qarl_openrlhf.preflight.resume import choose_checkpoint, how_to_resume
 from qarl_openrlhf.quant.errors import QuantError
 
 
 def main(argv: list[str] | None = None) -> None:
+    with SignalEnding("train_qarl") as ending:
+        _main(argv, ending)
+
+
+def _main(argv: list[str] | None, ending: SignalEnding) -> None:
     args, notes, resources = resolve(sys.argv[1:] if argv is None else argv)
     for note in notes:
         print(f"note: {note}")
@@ -44,7 +51,8 @@ def main(argv: list[str] | None = None) -> None:
     environment = runtime.set_environment(args.device)
     with ExitStack() as stack:
         _refuse(stack.enter_context, held(args))
-        run(args, resources, environment)
+        ending.advice = partial(how_to_resume, args)
+        run(args, resources, environment, ending)
 
 
 def dry_run(args, resources) -> None:
@@ -123,17 +131,19 @@ def resolve(argv: list[str]):
     return args, notes, runtime.ResourcePlan.of(args)
 
 
-def run(args, resources, environment: dict[str, str]) -> None:
+def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> None:
     """Start Ray, put our components in place, let OpenRLHF train, report."""
     from qarl_openrlhf import patches
+    from qarl_openrlhf.patches.ray import own_sigterm_handler
 
     patches.apply()
     startup = Startup()
     try:
-        with startup.waiting("Ray", "Ray is up"):
+        with startup.waiting("Ray", "Ray is up"), own_sigterm_handler():
             runtime.start_ray(args.device, resources, environment, log_to_driver=args.ray.log_to_driver)
     except runtime.ResourceError as error:
         _end_with([str(error)])
+    ending.take()
     from qarl_openrlhf.actors.engine_end import EngineProcessError
     from qarl_openrlhf.actors.install import install
     from qarl_openrlhf.actors.policy import quantized_directory
@@ -152,10 +162,16 @@ def run(args, resources, environment: dict[str, str]) -> None:
         train(args)
     except EngineProcessError as error:
         sys.exit(f"train_qarl: error: {error}")
+    except KeyboardInterrupt:
+        # Ray would print what the controller says when its engines are taken away, and the signal's line is to be the last.
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        raise
     finally:
         stop.set()
         watcher.join(timeout=5)
-        runtime.release_placement_groups()
+        # A head of our own ends with us, or has been ended by the same signal: Ray would look for it for a minute.
+        if not ending.received or os.environ.get("RAY_ADDRESS"):
+            runtime.release_placement_groups()
     report = write_report({args.quant.scheme: [args.metrics.dir]}, args.metrics.dir)
     print(report.text)
     print(f"run directory: {args.metrics.dir} ({', '.join(path.name for path in report.pictures)})")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from qarl_openrlhf.checkpoint import flags, manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
 from qarl_openrlhf.checkpoint.facts import facts_of
-from qarl_openrlhf.checkpoint.find import choose
+from qarl_openrlhf.checkpoint.find import choose, tags
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.positions import load_config
 
@@ -41,6 +41,14 @@ def choose_checkpoint(args) -> list[str]:
     if changed := flags.changes(before, flags.deciding(dict(flags.flatten(args)))):
         notes.append(f"resumed with other flags than before: {', '.join(changed)}; the run may not go on bit for bit")
     return notes
+
+
+def how_to_resume(args) -> str:
+    """": " and what goes on from where an ended run is now, for its last line."""
+    directory = Path(args.ckpt.path, "_actor")
+    if saved := tags(directory):
+        return f": the same command with --ckpt.load_enable goes on from checkpoint {directory / saved[0]}"
+    return f": no checkpoint had been written to {args.ckpt.path} (--ckpt.save_steps N); the same command starts anew"
 
 
 def _config(args, role: str):

@@ -44,3 +44,40 @@ def test_what_native_libraries_do_when_the_interpreter_is_gone_is_not_reached(la
     register = "import ctypes; ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).abort)"
     program = START.format(end="pass").replace("own_process(main)", f"{register}\n{last}")
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100).returncode == status
+
+
+SIGNALLED = """
+import os, signal, sys, threading, time
+from qarl_openrlhf.cli.ending import SignalEnding
+{before}
+with SignalEnding("command") as ending:
+    ending.advice = lambda: ": advice"
+    signal.signal(signal.SIGTERM, lambda *_: print("another's handler"))
+    ending.take()
+    try:
+        os.kill(os.getpid(), signal.{name})
+        time.sleep({wait})
+    finally:
+        print("given back")
+print("went on", signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+@pytest.mark.parametrize("name, word", [("SIGTERM", "terminated"), ("SIGINT", "interrupted")])
+def test_a_signal_is_one_line_and_the_status(name, word):
+    program = SIGNALLED.format(before="", name=name, wait=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (128 + signal.Signals[name], "given back\n")
+    assert done.stderr == f"command: {word} ({name}): advice\n"
+
+
+def test_an_ignored_signal_stays_ignored_and_handlers_are_put_back():
+    program = SIGNALLED.format(before="signal.signal(signal.SIGINT, signal.SIG_IGN)", name="SIGINT", wait=0)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "given back\nwent on True False\n", "")
+
+
+def test_a_second_signal_ends_at_once():
+    program = SIGNALLED.format(before="", name="SIGTERM", wait=60).replace('print("given back")', "os.kill(os.getpid(), signal.SIGTERM)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")

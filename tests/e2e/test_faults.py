@@ -142,11 +142,41 @@ def test_a_reward_that_ends_the_engines_process_is_the_error_of_the_run(start, t
     run.assert_gone()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["interrupted", "terminated", "killed"])
-def test_an_ended_driver_leaves_no_process(start, how):
+@pytest.mark.parametrize(
+    "how, send",
+    [(signal.SIGINT, os.kill), (signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg)],
+    ids=["interrupted", "terminated", "terminated with its Ray head"],
+)
+def test_a_signal_ends_the_run_with_one_line(start, how, send):
+    run = start({"ckpt.save_steps": 1})
+    run.wait_for_steps(2)
+    send(run.process.pid, how)
+    assert run.process.wait(50) == 128 + how
+    word = "interrupted" if how == signal.SIGINT else "terminated"
+    saved = re.escape(os.path.join(run.metrics.parent, "ckpt", "_actor", "global_step"))
+    line = rf"train_qarl: {word} \({how.name}\): the same command with --ckpt.load_enable goes on from checkpoint {saved}[23]"
+    assert re.fullmatch(line, run.text.splitlines()[-1])
+    assert "***" not in run.text and "Traceback" not in run.text and "Error" not in run.text
+    run.assert_gone()
+
+
+def test_a_run_is_terminated_while_ray_starts(start):
+    run = start()
+    until = time.monotonic() + 100
+    while "start: Ray ..." not in run.text and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(1)
+    run.process.terminate()
+    assert run.process.wait(120) == 128 + signal.SIGTERM
+    assert run.text.splitlines()[-1].startswith("train_qarl: terminated (SIGTERM): no checkpoint had been written to ")
+    assert "***" not in run.text and "Traceback" not in run.text
+    run.assert_gone()
+
+
+def test_a_killed_driver_leaves_no_process(start):
     run = start()
     run.wait_for_steps(1)
-    run.process.send_signal(how)
+    run.process.kill()
     assert run.process.wait(120) != 0
     run.assert_gone()
 

@@ -1,0 +1,20 @@
+"""Ray 2.55's handling of SIGTERM in a driver."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from qarl_openrlhf.patches.versions import require_version
+
+
+@contextmanager
+def own_sigterm_handler() -> Iterator[None]:
+    """``ray.init`` replaces the driver's handler twice in Python (worker.py:1660, node.py:531: the process ends without a word);
+    here it stays. Ray's C++ core puts a third in its place, which prints its own stack: whoever wants another sets it after this."""
+    require_version("ray", ">=2.55")
+    from ray._private import utils
+
+    theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = theirs
