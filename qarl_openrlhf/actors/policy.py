@@ -7,6 +7,7 @@ from openrlhf.trainer.ray import ppo_actor
 
 from qarl_openrlhf.actors.learner import QarlActorTrainer
 from qarl_openrlhf.actors.model_workers import plain_class, resume_random_state
+from qarl_openrlhf.actors.moving_average import blend
 from qarl_openrlhf.actors.quant_actor import QuantActor
 from qarl_openrlhf.checkpoint.state import local_weights, set_local_weights
 from qarl_openrlhf.quant.export import export_checkpoint
@@ -28,8 +29,13 @@ class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
             # The publish before the next rollout repeats the one of the checkpoint's weights.
             self.trainer.version = strategy.loaded_state["version"] - 1
             self.trainer.changed_codes.first = strategy.loaded_state["first_codes"]
-            if self.ema_model is not None:
-                set_local_weights(self.ema_model, strategy.loaded_state["ema"])
+        if strategy.loaded_state is not None and self.ema_model is not None:
+            kept: list = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(kept, bool(ema := strategy.loaded_state.get("ema")))
+            if any(kept):
+                set_local_weights(self.ema_model, ema)
+            else:  # written without --train.enable_ema: the average begins here, not at the base model
+                blend(self.ema_model, self.actor, beta=0.0)
 
     def fit(self, kl_ctl: float = 0) -> dict:
         resume_random_state(self.strategy)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from openrlhf.models import Actor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 
+from qarl_openrlhf.actors.moving_average import blend
 from qarl_openrlhf.actors.quant_actor import QuantActor
 from qarl_openrlhf.checkpoint.facts import facts_of
 from qarl_openrlhf.checkpoint.flags import deciding, flatten
@@ -145,8 +146,11 @@ class QarlStrategy(DeepspeedStrategy):
             del network.save_pretrained
 
     def moving_average(self, model, model_ema, beta=0.992, device="cpu") -> None:
-        device = device if torch.cuda.is_available() else "cpu"  # the trainer passes "cuda", whatever the machine has
-        super().moving_average(model, model_ema, beta, device)
+        """OpenRLHF's, but on the shards themselves: it writes to gathered ZeRO-3 parameters, which DeepSpeed then throws away, so
+        that with two processes or more the average stayed the base model."""
+        self.time_steps["ema"] += 1
+        if self.time_steps["ema"] % self.accumulated_gradient == 0 or self.use_dynamic_batch:
+            blend(model_ema, model, beta)
 
 
 def make_strategy(args) -> QarlStrategy:

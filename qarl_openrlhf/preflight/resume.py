@@ -38,7 +38,10 @@ def choose_checkpoint(args) -> list[str]:
     directory = os.path.join(args.ckpt.path, models[0], choice.tag)
     notes = [*choice.notes, f"resuming from {directory}"]
     before = manifest.read(Path(directory)).get("flags") or flags.of_run(args.metrics.dir)  # older checkpoints have none
-    if changed := flags.changes(before, flags.deciding(dict(flags.flatten(args)))):
+    now = flags.deciding(dict(flags.flatten(args)))
+    if now.get("train.enable_ema") and before.get("train.enable_ema") is False:
+        notes.append("--train.enable_ema: the checkpoint was written without; the moving average starts from its weights")
+    if changed := flags.changes(before, now):
         notes.append(f"resumed with other flags than before: {', '.join(changed)}; the run may not go on bit for bit")
     return notes
 
