@@ -116,8 +116,11 @@ class StepLearner:
         import deepspeed
         from openrlhf.models import Actor
         from openrlhf.models.utils import set_z3_leaf_modules
-        from transformers import AutoModelForCausalLM
 
+        if self.args.ds.use_liger_kernel:  # as Actor does, which is given the model here
+            from liger_kernel.transformers import AutoLigerKernelForCausalLM as AutoModelForCausalLM
+        else:
+            from transformers import AutoModelForCausalLM
         torch.manual_seed(0)
         kwargs = dict(attn_implementation=self.args.ds.attn_implementation, dtype=torch.bfloat16)
         if self.args.ds.zero_stage == 3:

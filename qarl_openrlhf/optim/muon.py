@@ -59,7 +59,8 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(flat.grad)
         momentum = state["momentum_buffer"].lerp_(flat.grad, 1 - group["momentum"])
-        update = flat.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        # In place: DeepSpeed drops the gradient after the step, and a copy of it would be the peak of the card's memory.
+        update = flat.grad.lerp_(momentum, group["momentum"]) if group["nesterov"] else momentum
         flat.mul_(1 - group["lr"] * group["weight_decay"])
         for batch in batches:
             directions = exchange.apply(batch, update, lambda matrices: self._orthogonal(matrices, group["ns_steps"]))
