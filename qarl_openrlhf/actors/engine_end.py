@@ -17,14 +17,16 @@ def ended_engine(engines: list, args) -> EngineProcessError | None:
     for number, engine in enumerate(engines):
         actor = ray._private.state.actors(engine._actor_id.hex())
         # Not those that Ray ended, nor those whose node died or that failed to start with an error: Ray's message says so.
-        if actor.get("State") != "DEAD" or actor["DeathCause"].actor_died_error_context.reason != ActorDiedErrorContext.WORKER_DIED:
+        if actor.get("State") != "DEAD":
+            continue
+        if actor["DeathCause"].actor_died_error_context.reason != ActorDiedErrorContext.WORKER_DIED:
             continue
         end = _end(actor, files)
         message = f"engine {number}: its process (pid {actor['Pid']}) ended by itself with {end.what}."
         if files:
             message += (
-                f" {', '.join(files)} runs in that process: code that ends it (os._exit, a crash of a C extension) is the likely cause;"
-                " return a reward of 0, or raise, instead"
+                f" {', '.join(files)} runs in that process: code that ends it (os._exit, a crash of a C extension) is the"
+                " likely cause; return a reward of 0, or raise, instead"
             )
         return EngineProcessError(message + (f". Log of the process: {end.log}" if end.log else ""))
     return None
@@ -40,6 +42,7 @@ def local_files(args) -> list[str]:
 def _end(actor: dict, files: list[str]) -> ProcessEnd:
     node = NodeAffinitySchedulingStrategy(actor["Address"]["NodeID"], soft=False)
     try:
-        return ray.get(ray.remote(read_end).options(num_cpus=0, scheduling_strategy=node).remote(actor["Pid"], files), timeout=60)
+        reader = ray.remote(read_end).options(num_cpus=0, scheduling_strategy=node)
+        return ray.get(reader.remote(actor["Pid"], files), timeout=60)
     except (ray.exceptions.RayError, TimeoutError):  # the node is gone or busy: the error is told without its log
         return ProcessEnd(describe("", files), None)

@@ -8,7 +8,6 @@ from openrlhf.trainer.ray import ppo_actor
 from qarl_openrlhf.actors.learner import QarlActorTrainer
 from qarl_openrlhf.actors.model_workers import plain_class, resume_random_state
 from qarl_openrlhf.actors.moving_average import blend
-from qarl_openrlhf.actors.quant_actor import QuantActor
 from qarl_openrlhf.checkpoint.state import local_weights, set_local_weights
 from qarl_openrlhf.quant.export import export_checkpoint
 from qarl_openrlhf.runtime import available_cpus

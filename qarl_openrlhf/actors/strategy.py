@@ -146,8 +146,8 @@ class QarlStrategy(DeepspeedStrategy):
             del network.save_pretrained
 
     def moving_average(self, model, model_ema, beta=0.992, device="cpu") -> None:
-        """OpenRLHF's, but on the shards themselves: it writes to gathered ZeRO-3 parameters, which DeepSpeed then throws away, so
-        that with two processes or more the average stayed the base model."""
+        """OpenRLHF's, but on the shards themselves: it writes to gathered ZeRO-3 parameters, which DeepSpeed then throws away,
+        so that with two processes or more the average stayed the base model."""
         self.time_steps["ema"] += 1
         if self.time_steps["ema"] % self.accumulated_gradient == 0 or self.use_dynamic_batch:
             blend(model_ema, model, beta)

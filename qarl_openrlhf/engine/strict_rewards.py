@@ -30,7 +30,7 @@ class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
 
     @classmethod
     def convert(cls, executor: Any, timeout_s: float) -> None:
-        """Make an executor of OpenRLHF strict, in place; a user's own agent is left alone. Either's ``os._exit`` leaves word."""
+        """Make an executor of OpenRLHF strict, in place; a user's own agent is left alone. ``os._exit`` leaves word."""
         tell_exits()
         if type(executor) is SingleTurnAgentExecutor:
             executor.__class__ = cls

@@ -8,8 +8,9 @@ from qarl_openrlhf.patches.versions import require_version
 
 @contextmanager
 def own_sigterm_handler() -> Iterator[None]:
-    """``ray.init`` replaces the driver's handler twice in Python (worker.py:1660, node.py:531: the process ends without a word);
-    here it stays. Ray's C++ core puts a third in its place, which prints its own stack: whoever wants another sets it after this."""
+    """``ray.init`` replaces the driver's handler twice in Python (worker.py:1660, node.py:531: the process ends without a
+    word); here it stays. Ray's C++ core then puts in one that prints its own stack: whoever wants another sets it after this.
+    """
     require_version("ray", ">=2.55")
     from ray._private import utils
 

@@ -47,7 +47,7 @@ def choose_checkpoint(args) -> list[str]:
 
 
 def how_to_resume(args) -> str:
-    """": " and what goes on from where an ended run is now, for its last line."""
+    """What goes on from where an ended run is now: the end of its last line, with a colon before it."""
     directory = Path(args.ckpt.path, "_actor")
     if saved := tags(directory):
         return f": the same command with --ckpt.load_enable goes on from checkpoint {directory / saved[0]}"

@@ -26,14 +26,14 @@ _SIGNALS = {  # faulthandler's words
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """``what``: "exit code 3: os._exit at FILE:LINE in FUNCTION" or the like; ``log``: the file it was read from, None if there is none."""
+    """``what``: "exit code 3: os._exit at FILE:LINE in FUNCTION" or the like; ``log``: the file that says so, None without."""
 
     what: str
     log: str | None
 
 
 def tell_exits() -> None:
-    """From now on ``os._exit`` in this process writes its status and the stack of its caller to stderr first. Forks are left alone."""
+    """From now on ``os._exit`` in this process, not in its forks, writes its status and its caller's stack to stderr first."""
     if getattr(os._exit, "_qarl", False):
         return
     end, owner = os._exit, os.getpid()
@@ -59,7 +59,7 @@ def describe(text: str, files: list[str]) -> str:
     else:
         number = _SIGNALS.get(end["fault"])
         what = f"exit code {-number} ({number.name}): {end['fault'].lower()}" if number else end["fault"]
-    frames = [frame for frame in _FRAME.finditer(text, end.end()) if not (frame["function"] == "_exit" and frame["file"] == __file__)]
+    frames = [frame for frame in _FRAME.finditer(text, end.end()) if frame["file"] != __file__]
     own = {os.path.realpath(file) for file in files}
     frame = next((f for f in frames if os.path.realpath(f["file"]) in own), frames[0] if frames else None)
     return f"{what} at {frame['file']}:{frame['line']} in {frame['function']}" if frame else what

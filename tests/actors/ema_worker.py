@@ -26,8 +26,8 @@ def main() -> None:
     from .conftest import learner_args, make_rollout
 
     def policy(tag: str | None, ema: bool) -> QarlPolicyActor:
-        flags = {"ds__zero_stage": stage, "actor__num_gpus_per_node": world, "ref__num_gpus_per_node": world, "ckpt__path": directory}
-        args = learner_args(model, **flags, ckpt__load_enable=bool(tag), train__enable_ema=ema)
+        flags = {"ds__zero_stage": stage, "actor__num_gpus_per_node": world, "ref__num_gpus_per_node": world}
+        args = learner_args(model, **flags, ckpt__path=directory, ckpt__load_enable=bool(tag), train__enable_ema=ema)
         args.ckpt.load_tag = tag
         actor = QarlPolicyActor(world, rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         actor.init_model_from_pretrained(make_strategy(args), model, 100, None)

@@ -22,10 +22,12 @@ def test_an_average_that_a_resume_switches_on_starts_from_the_resumed_weights(tm
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     logs = [open(tmp_path / f"{rank}.log", "w+") for rank in range(world)]  # noqa: SIM115
     ranks = [
-        subprocess.Popen(command, cwd=ROOT, env=shared | {"RANK": str(rank)}, stdout=log, stderr=log) for rank, log in enumerate(logs)
+        subprocess.Popen(command, cwd=ROOT, env=shared | {"RANK": str(rank)}, stdout=log, stderr=log)
+        for rank, log in enumerate(logs)
     ]
     try:
-        assert [process.wait(280) for process in ranks] == [0] * world, [(tmp_path / f"{r}.log").read_text()[-3000:] for r in range(world)]
+        for rank, process in enumerate(ranks):
+            assert process.wait(280) == 0, (tmp_path / f"{rank}.log").read_text()[-3000:]
     finally:
         for process, log in zip(ranks, logs, strict=True):
             process.kill()
@@ -39,6 +41,7 @@ def test_an_average_that_a_resume_switches_on_starts_from_the_resumed_weights(tm
         actor__num_gpus_per_node=world, ref__num_gpus_per_node=world,
     )  # fmt: skip
     args.ckpt.load_tag = "global_step1"
-    assert "--train.enable_ema: the checkpoint was written without; the moving average starts from its weights" in choose_checkpoint(args)
+    said = "--train.enable_ema: the checkpoint was written without; the moving average starts from its weights"
+    assert said in choose_checkpoint(args)
     args.ckpt.load_tag = "global_step2"
     assert not any("moving average" in note for note in choose_checkpoint(args))

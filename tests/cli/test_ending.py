@@ -59,7 +59,8 @@ with SignalEnding("command") as ending:
         time.sleep({wait})
     finally:
         print("given back")
-print("went on", signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+term, interrupt = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+print("went on", term is signal.SIG_DFL, interrupt is signal.default_int_handler)
 """
 
 
@@ -78,6 +79,7 @@ def test_an_ignored_signal_stays_ignored_and_handlers_are_put_back():
 
 
 def test_a_second_signal_ends_at_once():
-    program = SIGNALLED.format(before="", name="SIGTERM", wait=60).replace('print("given back")', "os.kill(os.getpid(), signal.SIGTERM)")
+    program = SIGNALLED.format(before="", name="SIGTERM", wait=60)
+    program = program.replace('print("given back")', "os.kill(os.getpid(), signal.SIGTERM)")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")

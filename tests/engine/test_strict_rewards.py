@@ -88,8 +88,8 @@ class RewardActor:
 
 ENDS = {
     "os._exit": ("import os; os._exit(259)", "exit code 3: os._exit at {path}:2 in reward_func"),
-    "segfault": ("import ctypes; ctypes.string_at(0)", "exit code -11 (SIGSEGV): segmentation fault at {path}:2 in reward_func"),
-    "abort": ("import os; os.abort()", "exit code -6 (SIGABRT): aborted at {path}:2 in reward_func"),
+    "segfault": ("import ctypes; ctypes.string_at(0)", "exit code -11 (SIGSEGV): segmentation fault at {path}:2 in reward"),
+    "abort": ("import os; os.abort()", "exit code -6 (SIGABRT): aborted at {path}:2 in reward"),
     "killed": ("import os; os.kill(os.getpid(), 9)", "an exit code that nothing recorded (SIGKILL, e.g. for want of memory"),
 }
 
