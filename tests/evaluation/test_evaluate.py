@@ -134,8 +134,9 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path, made):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     before = sorted(tmp_path.rglob("*"))
-    refused = ["--max_tokens", "16384"], ["--max_tokens", "8", "--scheme", "fp8"], ["--max_tokens", "8", "--scheme", "w4a16:g48"]
-    failing_engine = ["--max_tokens", "8", "--tp", "3"]  # settings are claimed by then; vLLM refuses 3 for 4 heads
+    short = ["--max_tokens", "8"]
+    refused = ["--max_tokens", "16384"], [*short, "--scheme", "fp8"], [*short, "--scheme", "w4a16:g48"]
+    failing_engine = [*short, "--tp", "3"]  # settings are claimed by then; vLLM refuses 3 for 4 heads
     for out in ("new", "new/below/it", "empty", "file/below"):
         for arguments in (*refused, failing_engine) if out == "new" else refused[:2]:
             with pytest.raises((SystemExit, ValueError)) as error:
