@@ -5,6 +5,7 @@ import torch
 from qarl_openrlhf.checkpoint.flags import flatten
 from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
 from qarl_openrlhf.objectives import objective_hyperparameters
+from qarl_openrlhf.planning import experts
 from qarl_openrlhf.planning.architecture import check_config, check_heads, meta_model
 from qarl_openrlhf.planning.host_memory import host_report
 from qarl_openrlhf.planning.memory import ModelShape
@@ -119,7 +120,7 @@ def check_layers(args) -> None:
     """
     scheme = QuantScheme.parse(args.quant.scheme)
     config = load_config(args)
-    for layer in _planned(args, config)[1].layers:
-        if layer.scheme is not None:
-            scheme.check_layer(layer.name, layer.out_features, layer.in_features, tp=args.vllm.tensor_parallel_size)
+    for layer in _planned(args, config)[1].quantized:
+        scheme.check_layer(layer.name, layer.out_features, layer.in_features, tp=experts.ranks_of(args, layer))
+        experts.check_groups(args, layer)
     check_config(config, args.actor.model_name_or_path, args.vllm.tensor_parallel_size)

@@ -2,9 +2,11 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
+from qarl_openrlhf.engine import gpu_moe
 from qarl_openrlhf.engine.moe_layout import checkpoint_name, expert_slot
 
 BLOCK = "model.layers.0.mlp.experts"
@@ -34,3 +36,18 @@ def test_one_group_a_rank_is_no_scale_a_channel():
     assert slot.shape == (4, 8, 2)
     pushed = torch.arange(64.0).view(4, 8, 2)
     assert torch.equal(slot.part.of(pushed), pushed[..., 1:])
+
+
+def test_a_gpu_engine_refuses_one_group_a_rank():
+    """Marlin's checkpoint layout [E, K / G, N]; with one group vLLM's kernel multiplies wrongly."""
+    layer = nn.Module()
+    layer.moe_config, layer.local_num_experts = SimpleNamespace(tp_size=2, tp_rank=1, num_experts=4), 4
+
+    def slot(groups: int):
+        scale = nn.Parameter(torch.zeros(4, groups, 8), requires_grad=False)
+        scale.is_transposed = True
+        return gpu_moe.expert_slot(f"{BLOCK}.routed_experts", layer, "w2_weight_scale", scale, quantized=True)
+
+    assert slot(2).shape == (4, 8, 4)
+    with pytest.raises(NotImplementedError, match=r"experts\.routed_experts\.w2_weight_scale: one group .* expert parallelism"):
+        slot(1)

@@ -37,8 +37,9 @@ def started(cluster, learner):
 
 @pytest.fixture(scope="module")
 def experts(cluster, started, tmp_path_factory):
-    """A mixture of experts, half of them on each GPU; and the same engine with a half of every expert on each."""
-    learner = engines.make_learner("qwen3_moe", "w4a16", tmp_path_factory.mktemp("moe"), **MOE)
+    """A mixture of experts, half of them on each GPU; and the same engine with a half of every expert, two groups, on each."""
+    sizes = MOE | {"moe_intermediate_size": 512}
+    learner = engines.make_learner("qwen3_moe", "w4a16", tmp_path_factory.mktemp("moe"), **sizes)
     learner.model.to(learner_gpu())
     across = dict(ray_gpus=0, tp=2, distributed_executor_backend="mp")
     return learner, [engines.start(learner, enable_expert_parallel=split, **across) for split in (True, False)]
