@@ -15,6 +15,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from qarl_openrlhf.kernels import moe_fused as moe_fused
 from qarl_openrlhf.kernels import product
 from qarl_openrlhf.kernels.act_quant import act_quant
 from qarl_openrlhf.kernels.dequantize import dequantize_int4, dequantize_row8, dequantize_w4a8, w4a8_channel, w4a8_operand

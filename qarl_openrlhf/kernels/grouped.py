@@ -30,7 +30,7 @@ def forward(x: Tensor, packed, copy: Tensor | None, ends: Tensor) -> Tensor:
 
 def plain_forward(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """``[T, K] -> [T, N]`` in x's dtype with unquantized weights, or their float32 :func:`product.operand`; no autograd."""
-    if x.is_cuda and x.dtype == w.dtype == torch.bfloat16:
+    if x.is_cuda and x.dtype == w.dtype == torch.bfloat16 and x.numel():
         return torch._grouped_mm(x.contiguous(), w.transpose(-2, -1), offs=ends)
     return _each_expert(x, ends, w.shape[-2], lambda e, rows: product.forward(rows, w[e], None))
 
@@ -39,7 +39,7 @@ def backward(
     dy: Tensor, x: Tensor, w: Tensor | None, ends: Tensor, needs: tuple[bool, bool], weight_dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dX = dY W ``[T, K]``, dW = dY^T X ``[E, N, K]``) with the dequantized weight w; None where not needed."""
-    if dy.is_cuda and dy.dtype == x.dtype == weight_dtype == torch.bfloat16:
+    if dy.is_cuda and dy.dtype == x.dtype == weight_dtype == torch.bfloat16 and dy.numel():
         dy = dy.contiguous()
         dx = torch._grouped_mm(dy, w, offs=ends) if needs[0] else None
         return dx, torch._grouped_mm(dy.t(), x.contiguous(), offs=ends) if needs[1] else None

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qarl_openrlhf.kernels import dispatch
+
 Product = Callable[[Tensor, Tensor], Tensor]  # (rows sorted by expert [T k, K], ends int32 [E]) -> [T k, N]
 
 
@@ -32,13 +34,32 @@ def experts_mlp(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Product, down:
 
     gate_up makes ``[T k, 2 I]``, the gate's rows first; down makes ``[T k, H]``.
     """
-    tokens, k = ids.shape
-    by_expert, order = ids.flatten().sort(stable=True)  # stable: a token's rows do not depend on the sort
-    inverse = order.argsort()
-    ends = torch.searchsorted(by_expert, torch.arange(experts, device=ids.device), right=True).to(torch.int32)
+    order, inverse, ends = sort_by_expert(ids, experts)
+    if dispatch.on_card(x):
+        return dispatch.card().moe_fused.block(x, inverse, ends, weights, gate_up, down)
+    return reference_block(x, order, inverse, ends, weights, gate_up, down)
+
+
+def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Expert ids ``[T, k]`` -> (order, its inverse: int64 ``[T k]``; ends int32 ``[E]``) of the rows sorted by expert.
+
+    Row i of them belongs to choice ``order[i]`` of the flattened ids; expert e's rows end at ``ends[e]``.
+    """
+    key = torch.int16 if experts <= 2**15 else torch.int64  # a radix sort passes over the rows once for each 8 bits
+    by_expert, order = ids.flatten().to(key).sort(stable=True)  # stable: a token's rows do not depend on the sort
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=ids.device))
+    ends = torch.searchsorted(by_expert, torch.arange(experts, dtype=key, device=ids.device), right=True).to(torch.int32)
+    return order, inverse, ends
+
+
+def reference_block(
+    x: Tensor, order: Tensor, inverse: Tensor, ends: Tensor, weights: Tensor, gate_up: Product, down: Product
+) -> Tensor:
+    """:func:`experts_mlp` on rows that :func:`sort_by_expert` has sorted: the definition, and what runs on a CPU."""
+    tokens, k = weights.shape
     gate, up = gate_up(_SortedRows.apply(x, order, inverse, k), ends).chunk(2, -1)
     y = _TokenOrder.apply(down(F.silu(gate) * up, ends), order, inverse)
-    y = y.view(tokens, k, -1).float() * weights.float().unsqueeze(-1)
+    y = y.view(tokens, k, x.shape[1]).float() * weights.float().unsqueeze(-1)
     return y.sum(1).to(x.dtype)
 
 
@@ -57,7 +78,8 @@ class _SortedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (inverse,) = ctx.saved_tensors
-        return dy[inverse].view(-1, ctx.k, dy.shape[-1]).sum(1), None, None, None
+        tokens = len(inverse) // ctx.k
+        return dy[inverse].view(tokens, ctx.k, dy.shape[-1]).sum(1), None, None, None
 
 
 class _TokenOrder(torch.autograd.Function):

@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 def test_the_kernels_under_the_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    files = [str(HERE / name) for name in ("test_weight_kernels.py", "test_activation_kernels.py", "test_gemm_kernels.py", "test_digest_kernel.py")]
+    families = ("weight_kernels", "activation_kernels", "gemm_kernels", "digest_kernel", "moe_kernels")
+    files = [str(HERE / f"test_{family}.py") for family in families]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     print(done.stdout[-4000:])
