@@ -78,22 +78,14 @@ def _combine_backward_kernel(
         tl.store(dweights + token * K + j, tl.sum(dot, 0))
 
 
-@triton.jit
-def _sigmoid_parts(gate):
-    """(1, 1 + exp(-gate)), whose quotient is the sigmoid."""
-    return tl.zeros_like(gate) + 1.0, tl.exp(-gate) + 1.0
-
-
 @triton.jit(do_not_specialize=["count"])
 def _silu_mul_kernel(gate_up, out, count, stride, I: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = (row < count) & (column < I)
     at = gate_up + row * stride + column
-    gate = widen(tl.load(at, mask=inside, other=0.0))
-    up = widen(tl.load(at + I, mask=inside, other=0.0))
-    _, divisor = _sigmoid_parts(gate)
-    silu = round_bf16(tl.div_rn(gate, divisor))
+    gate, up = widen(tl.load(at, mask=inside, other=0.0)), widen(tl.load(at + I, mask=inside, other=0.0))
+    silu = round_bf16(gate / (1.0 + tl.exp(-gate)))
     tl.store(out + row * I + column, narrow(silu * up), mask=inside)
 
 
@@ -108,8 +100,7 @@ def _silu_mul_backward_kernel(
     gate = widen(tl.load(at, mask=inside, other=0.0))
     up = widen(tl.load(at + I, mask=inside, other=0.0))
     gradient = widen(tl.load(dh + row * dh_stride + column, mask=inside, other=0.0))
-    one, divisor = _sigmoid_parts(gate)
-    sigmoid = tl.div_rn(one, divisor)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     to = out + row * (2 * I) + column
     tl.store(to, narrow(gradient * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))), mask=inside)
     tl.store(to + I, narrow(gradient * (gate * sigmoid)), mask=inside)
