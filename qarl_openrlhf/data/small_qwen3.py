@@ -2,7 +2,8 @@
 
 Reinforcement learning needs a policy that solves some problems and not others. This makes one of any size from nothing, with a
 tokenizer of bytes: supervised training on problems with their solutions until it solves the share `--stop_at`. With `--base`
-it teaches a model that there is, of any architecture, in that model's own tokens. OUT_DIR gets
+it teaches a model that there is, of any architecture, in that model's own tokens; with `--scheme` through that scheme's weights
+(straight-through, as QaRL trains), so that the quantized policy is the one that learns. OUT_DIR gets
 
     model/          Hugging Face directory, BF16 (`--actor.model_name_or_path`)
     prompts.jsonl   prompts for reinforcement learning (`--data.input_key input --data.label_key label`)
@@ -23,6 +24,8 @@ from pathlib import Path
 from qarl_openrlhf.data.files import atomic_directory, why_unwritable
 from qarl_openrlhf.data.reasoning_gym import DataError, parse_setting, problems, rows_of, write_jsonl
 from qarl_openrlhf.data.worked_sums import STYLES, distinct, prompt_style, response, supervised
+from qarl_openrlhf.quant.errors import QuantError
+from qarl_openrlhf.quant.scheme import QuantScheme
 
 RECORD = "training.json"
 VERSION = 1
@@ -41,6 +44,7 @@ class Settings:
     prompts: int = 1024
     heldout: int = 512
     base: str | None = None
+    scheme: str = "bf16"
     layers: int = 4
     hidden: int = 256
     intermediate: int = 768
@@ -60,6 +64,10 @@ class Settings:
                 raise DataError(f"--{name} {getattr(self, name)}: give 1 or more")
         if not 0 <= self.slips < 1 or (self.slips and self.style != "steps"):
             raise DataError(f"--slips {self.slips}: give a share of partial results, 0 or more and under 1 (with --style steps)")
+        try:
+            QuantScheme.parse(self.scheme)
+        except QuantError as error:
+            raise DataError(f"--scheme {self.scheme}: {error}") from None
         if not self.lr > 0:
             raise DataError(f"--lr {self.lr}: give a positive learning rate")
         if self.stop_at is not None and not 0 < self.stop_at <= 1:
@@ -80,6 +88,16 @@ def load_base(directory: str):
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
+
+
+def convert(model, scheme: str) -> None:
+    """Put the scheme into the model's forward. DataError where one of its layers cannot run it."""
+    from qarl_openrlhf.quant.convert import convert_model
+
+    try:
+        convert_model(model, QuantScheme.parse(scheme), cache="dequant")
+    except QuantError as error:
+        raise DataError(f"--scheme {scheme}: {error}") from None
 
 
 def build_model(settings: Settings, tokenizer):
@@ -112,8 +130,9 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
     `out` appears in one rename, complete or not at all. DataError when it holds anything else, or for settings that fail.
     """
     stamp = {"version": VERSION, **asdict(settings)}
-    if not settings.base:
-        del stamp["base"]  # as it was before there was one
+    for name, before in (("base", None), ("scheme", "bf16")):  # a directory made before there were these is still right
+        if stamp[name] == before:
+            del stamp[name]
     if out.is_dir() and any(out.iterdir()):
         if _stamp_in(out) == stamp:
             return None
@@ -147,6 +166,7 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
         tokenizer = byte_tokenizer()
         model = build_model(settings, tokenizer)
     model = model.to(device)
+    convert(model, settings.scheme)
     lengths = [len(tokenizer(response(entry, style))["input_ids"]) + 1 for entry in [*prompts, *heldout]]
     parameters = sum(p.numel() for p in model.parameters())
     show(f"{parameters / 1e6:.2f}M parameters; responses of {min(lengths)} to {max(lengths)} tokens")
@@ -168,6 +188,7 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
         show=show,
     )
     model = model.to(torch.bfloat16)  # what is saved is what is measured
+    model.quant_cache.invalidate()
     record = {
         "settings": stamp,
         "parameters": parameters,
@@ -212,6 +233,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=default.prompts, help="prompts for reinforcement learning")
     parser.add_argument("--heldout", type=int, default=default.heldout, help="held-out problems")
     parser.add_argument("--base", metavar="MODEL_DIR", help="teach this model (not a new Qwen3 of --layers, --hidden ...)")
+    parser.add_argument("--scheme", default=default.scheme, help="teach through the weights of this quantization scheme, e.g. w4a16:g64")
     parser.add_argument("--layers", type=int, default=default.layers)
     parser.add_argument("--hidden", type=int, default=default.hidden, help="a multiple of 256; heads have 64 features")
     parser.add_argument("--intermediate", type=int, default=default.intermediate, help="a multiple of 256")

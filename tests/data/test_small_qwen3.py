@@ -133,6 +133,18 @@ def test_a_model_that_there_is_can_be_taught(made, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_a_policy_can_learn_through_its_low_bit_weights(made, tmp_path):
+    """Straight-through: from the same weights another path, and the loss of the quantized model falls."""
+    from safetensors.torch import load_file
+
+    record = make(tmp_path / "quantized", Settings(**TINY | {"scheme": "w4a16:g32"}), show=lambda line: None)
+    losses = [point["loss"] for point in record["curve"]]
+    assert losses[1] < losses[0] and losses != [point["loss"] for point in made[1]["curve"]]
+    weights, plain = (load_file(path / "model" / "model.safetensors") for path in (tmp_path / "quantized", made[0]))
+    assert weights.keys() == plain.keys() and {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert record["settings"]["scheme"] == "w4a16:g32" and "scheme" not in made[1]["settings"]
+
+
 def test_training_learns_and_stops_at_a_share():
     tokenizer = byte_tokenizer()
     model = build_model(Settings(**TINY), tokenizer)
@@ -169,6 +181,7 @@ def test_only_the_response_is_learnt():
         (["--slips", "1"], "--slips 1.0: give a share"),
         (["--slips", "0.1", "--style", "equation"], "--slips 0.1: .*--style steps"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
+        (["--scheme", "w3a16"], "--scheme w3a16: "),
         (["--task", "sums"], "no task 'sums'"),
         (["--task", "spell_backward", "--config"], "needs an expression"),
         (["--config", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"], "only about (200|19.) different problems"),
