@@ -115,7 +115,7 @@ def digest(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> Cal
     sums = torch.zeros(len(entries), dtype=torch.int64, device=flat.device)
     bad = torch.zeros(len(entries), dtype=torch.int32, device=flat.device)
     words, chunk_table, block = flat.view(torch.int32), tables[table.size :], min(BLOCK, CHUNK)
-    with torch.cuda.device(flat.device):  # Triton launches on the current device
+    with torch.cuda.device_of(flat):  # Triton launches on the current device; the interpreter has none
         _digest_kernel[(len(chunks),)](words, flat, tables, chunk_table, sums, bad, CHUNK=CHUNK, BLOCK=block, num_warps=8)
     both = torch.stack([sums, bad.long()])
 
