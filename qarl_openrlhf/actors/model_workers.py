@@ -7,6 +7,7 @@ them by reference, so that the worker imports this package, which applies the pa
 from openrlhf.trainer.ray import launcher, ppo_critic
 
 from qarl_openrlhf.checkpoint.state import set_random_state
+from qarl_openrlhf.patches import liger
 from qarl_openrlhf.patches.rotary import restore_frequencies
 
 
@@ -23,6 +24,7 @@ class ReferenceModelActor(plain_class(launcher.ReferenceModelActor)):
         """With ``--ref.load_in_4bit`` an NF4 model outside of DeepSpeed, whole on every rank: ZeRO-3 would cut its codes apart, and
         OpenRLHF's own flag for it would also load the policy and the critic in NF4."""
         args = strategy.args
+        liger.keep_experts(args)
         if not args.ref.load_in_4bit:
             super().init_model_from_pretrained(strategy, pretrain)
             return

@@ -9,6 +9,7 @@ from qarl_openrlhf.actors.learner import QarlActorTrainer
 from qarl_openrlhf.actors.model_workers import plain_class, resume_random_state
 from qarl_openrlhf.actors.moving_average import blend
 from qarl_openrlhf.checkpoint.state import local_weights, set_local_weights
+from qarl_openrlhf.patches import liger
 from qarl_openrlhf.quant.export import export_checkpoint
 from qarl_openrlhf.runtime import available_cpus
 
@@ -23,6 +24,7 @@ class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
         if not torch.cuda.is_available():
             # Ray sets one thread per requested CPU; learner and engine take turns, so each may use all cores.
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", available_cpus())))
+        liger.keep_experts(strategy.args)
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
         if strategy.loaded_state:
             # The publish before the next rollout repeats the one of the checkpoint's weights.

@@ -119,6 +119,10 @@ class StepLearner:
 
         if self.args.ds.use_liger_kernel:  # as Actor does, which is given the model here
             from liger_kernel.transformers import AutoLigerKernelForCausalLM as AutoModelForCausalLM
+
+            from qarl_openrlhf.patches import liger
+
+            liger.keep_experts(self.args)
         else:
             from transformers import AutoModelForCausalLM
         torch.manual_seed(0)

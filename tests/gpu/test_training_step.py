@@ -28,6 +28,7 @@ RUNS = {
 }
 if find_spec("liger_kernel"):
     RUNS["fp8-liger"] = {"quant.scheme": "fp8", "ds.use_liger_kernel": True, "ds.packing_samples": True, "actor.logprob_chunk": 32}
+    RUNS["moe-w4a16-liger"] = RUNS["fp8-liger"] | {"quant.scheme": "w4a16"}
 # What multiplies the 14 linear layers, and the 2 stacked expert weights of each of 2 layers: counted once a layer and forward.
 PRODUCTS = {
     "w4a16": {"library BF16": 14},
@@ -38,6 +39,7 @@ PRODUCTS = {
     "moe-fp8": {"w8a8_gemm": 8, "_scaled_grouped_mm": 4},
     "w4a16-packed": {"library BF16": 14},
     "fp8-liger": {"w8a8_gemm": 14},
+    "moe-w4a16-liger": {"library BF16": 8, "library BF16 grouped": 4},
 }
 QUANTIZERS = {"w4a16": "quantize_int4", "fp8": "quantize_row8", "w8a8": "quantize_row8", "w4a8": "quantize_w4a8"}
 FORWARDS = 8  # four micro-batches, once for the old log-probs and once in training; probes come on top
