@@ -26,7 +26,14 @@ def one_by_one(tokenizer, prompt, ids, finish_reason, params) -> str:
     return detokenizer.get_next_output_text(finished=True, delta=False)
 
 
-@pytest.mark.parametrize("make", [tiny.tokenizer, byte_tokenizer], ids=["words", "bytes"])
+def slow_tokenizer():
+    """One without a backend in Rust: vLLM detokenizes it in Python."""
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer()
+
+
+@pytest.mark.parametrize("make", [tiny.tokenizer, byte_tokenizer, slow_tokenizer], ids=["words", "bytes", "slow"])
 @pytest.mark.parametrize("special", [True, False])
 def test_any_tokens_and_any_end(make, special):
     tokenizer, random = make(), Random(0)
