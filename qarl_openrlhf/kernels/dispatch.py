@@ -24,6 +24,11 @@ def set_kernel(name: str) -> None:
     _kernel = name
 
 
+def kernel_setting() -> str:
+    """What :func:`set_kernel` was given last."""
+    return _kernel
+
+
 def kernel_calls() -> dict[str, int]:
     """How often each kernel ran in this process; empty where Triton was never used."""
     return dict(card().calls) if card.cache_info().currsize else {}

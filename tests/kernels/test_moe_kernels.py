@@ -1,5 +1,7 @@
 """The fused routed block against its reference and float64: on a card, or under Triton's interpreter."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ ULP = 2**-7  # relative, of a BF16 number, at most
 def kernels(device):
     dispatch.card()  # from now on kernel_calls counts
     dispatch.set_kernel("auto" if device == "cuda" else "triton")
+    moe.fused_works(torch.device(device))  # its own calls come before any that are counted
     yield
     dispatch.set_kernel("auto")
 
@@ -173,7 +176,7 @@ def both(case, products):
     before = dispatch.kernel_calls()
     ours = run(*inputs, products, dout)
     made = {name: n - before.get(name, 0) for name, n in dispatch.kernel_calls().items()}
-    chosen, _ = dispatch._kernel, dispatch.set_kernel("torch")
+    chosen, _ = dispatch.kernel_setting(), dispatch.set_kernel("torch")
     theirs = run(*inputs, products, dout)
     dispatch.set_kernel(chosen)
     return ours, theirs, made
@@ -205,6 +208,27 @@ def test_weights_in_bf16_and_strided_inputs(device):
     ours, theirs, _ = both(strided, by_loop)
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == b.dtype and error(a, b) < 8e-3
+
+
+def test_kernels_that_do_not_work_are_not_used(device, monkeypatch, capsys):
+    case = block(13, 2, 3, 32, 16, device)
+    wrong = fused.block
+    for fault in (lambda *args: wrong(*args) * 1.1, lambda *args: 1 / 0):
+        monkeypatch.setattr(moe, "fused_works", cache(moe.fused_works.__wrapped__))
+        monkeypatch.setattr(fused, "block", fault)
+        with monkeypatch.context() as patched:
+            patched.setattr(dispatch, "on_card", lambda *tensors: True)
+            patched.setattr(dispatch, "kernel_setting", lambda: "auto")
+            ours = run(*case[:-1], by_loop, case[-1])
+        dispatch.set_kernel("torch")
+        theirs = run(*case[:-1], by_loop, case[-1])
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        shown = capsys.readouterr().out
+        assert "note: the fused kernels of the experts do not work on" in shown and ("of its size" in shown or "ZeroDivision" in shown)
+        monkeypatch.setattr(moe, "fused_works", cache(moe.fused_works.__wrapped__))
+        dispatch.set_kernel("triton")
+        with pytest.raises(RuntimeError, match="--quant.kernel triton: the fused kernels .* use auto"):
+            moe.fused_works(torch.device(device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
