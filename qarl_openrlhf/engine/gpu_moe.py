@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from qarl_openrlhf.engine.layout import Part, Slot
+from qarl_openrlhf.patches import vllm_experts
 
 _PROJECTIONS = {"w13_": "gate_up_proj", "w2_": "down_proj"}
 _SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_shape")
@@ -60,6 +61,8 @@ def expert_slot(path: str, layer: nn.Module, attribute: str, parameter: Tensor, 
     name = f"{block}.{_PROJECTIONS[prefix]}" + (f".{suffix}" if quantized else "")
     if suffix == "weight_shape":
         return ExpertSlot(name, (2,), parameter, 0, parameter.shape[0], Part())
+    if suffix == "weight_packed":
+        vllm_experts.apply()
     config = layer.moe_config
     tp, rank = config.tp_size, config.tp_rank
     first, count = _local_experts(path, layer)

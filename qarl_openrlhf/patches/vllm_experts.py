@@ -14,6 +14,7 @@ from torch import Tensor
 
 
 def apply() -> None:
+    """In a worker, before the first push of experts: engines without any stay as they are."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 
 from qarl_openrlhf.engine import gpu_moe
 from qarl_openrlhf.engine.moe_layout import checkpoint_name, expert_slot
+from qarl_openrlhf.patches import vllm_experts
 
 BLOCK = "model.layers.0.mlp.experts"
 
@@ -49,5 +51,9 @@ def test_a_gpu_engine_refuses_one_group_a_rank():
         return gpu_moe.expert_slot(f"{BLOCK}.routed_experts", layer, "w2_weight_scale", scale, quantized=True)
 
     assert slot(2).shape == (4, 8, 4)
+    packed = nn.Parameter(torch.zeros(4, 2, 8, dtype=torch.int32), requires_grad=False)
+    packed.is_transposed = True
+    assert gpu_moe.expert_slot(f"{BLOCK}.routed_experts", layer, "w2_weight_packed", packed, quantized=True).shape == (4, 8, 4)
+    assert int_wna16.marlin_moe_permute_scales is vllm_experts.permute_scales  # from now on, for its pushes
     with pytest.raises(NotImplementedError, match=r"experts\.routed_experts\.w2_weight_scale: one group .* expert parallelism"):
         slot(1)
