@@ -6,7 +6,7 @@
 #   objectives  QaRL W4A16 with the other six objectives; seed 0
 #   schemes     fp8, w8a8 and w4a8 with TBPO; seed 0
 # Stopped or out of time, the same command goes on from the last checkpoints. Tables and pictures: runs/learning/summary.md
-# env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on each GPU)
+# env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on each GPU of CUDA_VISIBLE_DEVICES)
 #      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
 #      QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
 #      QARL_LEARNING_BASE=runs/inputs/SmolLM2-135M-Instruct (its group: QARL_LEARNING_GROUP=64)
@@ -86,9 +86,10 @@ deadline=$(($(date +%s) + seconds))
 piece "the policy" "$seconds" "${policy_command[@]}"
 [ ${#failed[@]} -eq 0 ] || finish
 # Each job has a directory of its own: two ablations do not share one. A place of xargs stays on one GPU.
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+IFS=, read -r -a cards <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}"
+gpus=${#cards[@]}
 [ "$gpus" -gt 0 ] || gpus=1
-job='[ "$GPUS" = 1 ] || export CUDA_VISIBLE_DEVICES=$((PLACE % GPUS))
+job='read -r -a cards <<<"$CARDS"; [ "$GPUS" = 1 ] || export CUDA_VISIBLE_DEVICES=${cards[PLACE % GPUS]}
     read -r seed scheme arms <<<"$1"; name=seed$seed-${scheme//:/-}-${arms%%,*}; shift
     left=$((DEADLINE - $(date +%s)))
     if [ "$left" -lt 60 ]; then echo "no time left for $name"; exit 1; fi
@@ -100,6 +101,6 @@ if [ -n "${QARL_DRY_RUN:-}" ]; then
     done
     exit
 fi
-plan "$@" | GPUS=$gpus DEADLINE=$deadline RUNS=$runs xargs --process-slot-var=PLACE -P $((jobs * gpus)) -d '\n' -I @job bash -c "$job" learning @job "${command[@]}" || failed+=(runs)
+plan "$@" | GPUS=$gpus CARDS="${cards[*]}" DEADLINE=$deadline RUNS=$runs xargs --process-slot-var=PLACE -P $((jobs * gpus)) -d '\n' -I @job bash -c "$job" learning @job "${command[@]}" || failed+=(runs)
 "$python" -m qarl_openrlhf.cli.report "$runs" --out "$runs" || failed+=(report)
 finish
