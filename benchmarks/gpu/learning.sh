@@ -10,13 +10,14 @@
 #      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
 #      QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
 #      QARL_LEARNING_BASE=runs/inputs/SmolLM2-135M-Instruct (its group: QARL_LEARNING_GROUP=64)
+#      QARL_LEARNING_START=0.25 (share solved at which a policy is taught enough)
 #      QARL_LEARNING_FLAGS="--actor.optim adam" (more flags, every run)  QARL_LEARNING_DEVICE=cuda (cpu: to try the commands)
 set -uo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 known "main objectives schemes" "$@"
 [ $# -gt 0 ] || set -- main objectives schemes
 seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL_LEARNING_STEPS:-60}
-terms=${QARL_LEARNING_TERMS:-16} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
+terms=${QARL_LEARNING_TERMS:-16} start=${QARL_LEARNING_START:-0.25} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
 lr=${QARL_LEARNING_LR:-2e-5} band=${QARL_LEARNING_BAND:-16} runs=${QARL_LEARNING_DIR:-$root/runs/learning}
 base=${QARL_LEARNING_BASE:-} group=${QARL_LEARNING_GROUP:-128}
 [[ $runs == /* ]] || runs=$PWD/$runs
@@ -31,15 +32,25 @@ need QARL_LEARNING_DEVICE "$device" "cuda|cpu" "cuda or cpu"
 read -r -a more <<<"${QARL_LEARNING_FLAGS:-}"
 cd "$root"
 
+IFS=, read -r -a cards <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}"
+gpus=${#cards[@]}
+[ "$gpus" -gt 0 ] || gpus=1
+
 policy=$root/runs/inputs/sums-$terms${base:+-$(basename "$base")}
-size=(--layers 8 --hidden 512 --intermediate 1536 --lr 5e-4 --steps 6000 --check_every 250)
 w4a16=w4a16
 [ "$group" = 128 ] || w4a16=w4a16:g$group
-# Taught in BF16, SmolLM2's weights solve 0.55 of these sums and rounded to 4 bits 0.002: no start for the arms that sample in 4 bits.
-[ -z "$base" ] || size=(--base "$base" --scheme "$w4a16" --lr 5e-5 --steps 2000 --check_every 50)
-policy_command=("$python" -m qarl_openrlhf.data.small_qwen3 "$policy" --device "$device" --style steps
-    --config "min_terms=$terms" "max_terms=$terms" min_digits=2 max_digits=2 --prompts 4096 --heldout 256
-    "${size[@]}" --stop_at 0.4)
+# A small policy made from nothing solves as many sums in 4 bits as in BF16: all arms start from the same one. SmolLM2's weights,
+# taught in BF16, solve 0.55 of them and rounded to 4 bits 0.002: the arms that sample in 4 bits start from a policy that was
+# taught through its 4-bit weights.
+teach() { # SCHEME CARD; status 1 if it failed
+    local size=(--layers 8 --hidden 512 --intermediate 1536 --lr 5e-4 --steps 6000 --check_every 50)
+    [ -z "$base" ] || size=(--base "$base" --scheme "$1" --lr 5e-5 --steps 2000 --check_every 25)
+    [ "$gpus" = 1 ] || local -x CUDA_VISIBLE_DEVICES=$2
+    piece "the policy ($1)" "$seconds" "$python" -m qarl_openrlhf.data.small_qwen3 "$policy${base:+-${1//:/-}}" --device "$device" \
+        --style steps --config "min_terms=$terms" "max_terms=$terms" min_digits=2 max_digits=2 --prompts 4096 --heldout 256 \
+        "${size[@]}" --stop_at "$start"
+    [ ${#failed[@]} -eq 0 ]
+}
 length=$((12 * terms + 64))
 placement=()
 if [ "$device" = cuda ]; then
@@ -52,55 +63,57 @@ if [ "$device" = cuda ]; then
 fi
 # 32 prompts x 16 responses a step, eight updates of 64 responses, as many updates a rollout as in the paper.
 shared=(--device "$device" ${placement[@]+"${placement[@]}"} --objective.band_scale "$band"
-    --actor.model_name_or_path "$policy/model" --reward.remote_url "$root/qarl_openrlhf/rewards/reasoning_gym.py"
-    --data.prompt_dataset "$policy/prompts.jsonl" --data.input_key input --data.label_key label --data.max_samples $((steps * 32))
+    --reward.remote_url "$root/qarl_openrlhf/rewards/reasoning_gym.py"
+    --data.input_key input --data.label_key label --data.max_samples $((steps * 32))
     --data.max_len $((2 * length)) --rollout.max_new_tokens "$length"
     --rollout.batch_size 32 --rollout.n_samples_per_prompt 16 --rollout.micro_batch_size 64
     --train.batch_size 64 --train.micro_batch_size 64 --algo.advantage.estimator group_norm
-    --eval.dataset "$policy/heldout.jsonl" --eval.steps 10 --eval.n_samples_per_prompt 2 --eval.temperature 1.0
+    --eval.steps 10 --eval.n_samples_per_prompt 2 --eval.temperature 1.0
     --actor.adam.lr "$lr" --actor.lr_scheduler constant --actor.lr_warmup_ratio 0 --ds.zero_stage 2
     --actor.num_nodes 1 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1
     --ckpt.save_steps 10 --ckpt.max_num 1 ${more[@]+"${more[@]}"})
 
-# One line a job: seed, schemes, arms. Main first, seed by seed, so that a first whole comparison is there early.
+# One line a job: seed, scheme, arm. Main first, seed by seed, so that a first whole comparison is there early.
 plan() {
-    local group seed
+    local group seed scheme arm
     for group in "$@"; do
         case $group in
             main)
                 for seed in ${seeds//,/ }; do
-                    for scheme in bf16 "$w4a16:rollout" "$w4a16"; do echo "$seed $scheme tbpo,grpo_tis"; done
+                    for arm in tbpo grpo_tis; do
+                        for scheme in bf16 "$w4a16:rollout" "$w4a16"; do echo "$seed $scheme $arm"; done
+                    done
                 done
                 ;;
-            objectives)
-                echo "0 $w4a16 gspo,mis_gspo"
-                echo "0 $w4a16 dual_clip,sapo"
-                echo "0 $w4a16 positive_grpo,onpolicy_grpo"
-                ;;
+            objectives) for arm in gspo mis_gspo dual_clip sapo positive_grpo onpolicy_grpo; do echo "0 $w4a16 $arm"; done ;;
             schemes) for scheme in fp8 w8a8 w4a8; do echo "0 $scheme tbpo"; done ;;
         esac
     done
 }
 
 deadline=$(($(date +%s) + seconds))
-piece "the policy" "$seconds" "${policy_command[@]}"
+if [ -z "$base" ]; then teach bf16 "${cards[0]:-}"; else
+    teach "$w4a16" "${cards[0]:-}" &
+    teach bf16 "${cards[gpus - 1]:-}"
+    wait $! || failed+=("the policy ($w4a16)")
+fi
 [ ${#failed[@]} -eq 0 ] || finish
 # Each job has a directory of its own: two ablations do not share one. A place of xargs stays on one GPU.
-IFS=, read -r -a cards <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}"
-gpus=${#cards[@]}
-[ "$gpus" -gt 0 ] || gpus=1
 job='read -r -a cards <<<"$CARDS"; [ "$GPUS" = 1 ] || export CUDA_VISIBLE_DEVICES=${cards[PLACE % GPUS]}
-    read -r seed scheme arms <<<"$1"; name=seed$seed-${scheme//:/-}-${arms%%,*}; shift
+    read -r seed scheme arm <<<"$1"; name=seed$seed-${scheme//:/-}-$arm; shift
     left=$((DEADLINE - $(date +%s)))
     if [ "$left" -lt 60 ]; then echo "no time left for $name"; exit 1; fi
-    exec timeout -k 20 "$left" "$@" --arms "$arms" --schemes "$scheme" --seeds "$seed" --out "$RUNS/$name"'
+    if [ -n "$BASE" ]; then case $scheme in w4a16*) POLICY=$POLICY-${W4A16//:/-} ;; *) POLICY=$POLICY-bf16 ;; esac; fi
+    exec timeout -k 20 "$left" "$@" --actor.model_name_or_path "$POLICY/model" --data.prompt_dataset "$POLICY/prompts.jsonl" \
+        --eval.dataset "$POLICY/heldout.jsonl" --arms "$arm" --schemes "$scheme" --seeds "$seed" --out "$RUNS/$name"'
 command=("$python" -m qarl_openrlhf.cli.ablate_objectives "${shared[@]}")
 if [ -n "${QARL_DRY_RUN:-}" ]; then
-    plan "$@" | while read -r seed scheme arms; do
-        piece "seed $seed $scheme $arms" "$seconds" "${command[@]}" --arms "$arms" --schemes "$scheme" --seeds "$seed" --out "$runs/..."
+    plan "$@" | while read -r seed scheme arm; do
+        piece "seed $seed $scheme $arm" "$seconds" "${command[@]}" --arms "$arm" --schemes "$scheme" --seeds "$seed" --out "$runs/..."
     done
     exit
 fi
-plan "$@" | GPUS=$gpus CARDS="${cards[*]}" DEADLINE=$deadline RUNS=$runs xargs --process-slot-var=PLACE -P $((jobs * gpus)) -d '\n' -I @job bash -c "$job" learning @job "${command[@]}" || failed+=(runs)
+export GPUS=$gpus CARDS="${cards[*]}" DEADLINE=$deadline RUNS=$runs POLICY=$policy BASE=$base W4A16=$w4a16
+plan "$@" | xargs --process-slot-var=PLACE -P $((jobs * gpus)) -d '\n' -I @job bash -c "$job" learning @job "${command[@]}" || failed+=(runs)
 "$python" -m qarl_openrlhf.cli.report "$runs" --out "$runs" || failed+=(report)
 finish

@@ -116,7 +116,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         metrics["timing/old_logprobs"] = old_log_probs_s
         metrics["timing/train"] = train_s
         metrics["policy/updates"] = float(self.actor.model.global_steps)
-        metrics |= self.kernel_report.metrics()
+        metrics |= self.kernel_report.metrics() | self._memory_metrics()
         return metrics if self.strategy.is_rank_0() else {}
 
     def _fixed_micro_batches(self) -> list[Experience]:
@@ -208,6 +208,16 @@ class QarlActorTrainer(ActorPPOTrainer):
         }
         metrics = {name: float(value) for name, value in metrics_from_sums(sums).items()}
         return metrics | {"objective/warning": band_warning(sums)}
+
+    def _memory_metrics(self) -> dict:
+        """GPU memory that this rollout's training and the publish before it took at most, of the rank that took the most."""
+        if self.device.type != "cuda":
+            return {}
+        peaks = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device=self.device)
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        torch.cuda.reset_peak_memory_stats()
+        allocated, reserved = peaks.tolist()
+        return {"memory/learner_peak_gib": allocated / 2**30, "memory/learner_reserved_gib": reserved / 2**30}
 
     def take_record(self) -> dict:
         """Histograms and responses of the last rollout and, once, the start policy's responses; each is given out once."""
