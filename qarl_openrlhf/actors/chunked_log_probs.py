@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from qarl_openrlhf.kernels import product
+from qarl_openrlhf.kernels import dispatch, product
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -32,11 +32,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         values = hidden.new_zeros((hidden.shape[0], 1 + with_entropy), dtype=torch.float32)
         normalisers = []
         for part, wanted in zip(rows.split(chunk), targets.split(chunk), strict=True):
-            logits = _logits(hidden[part], weight, bias, temperature)
-            lse = torch.logsumexp(logits, -1)
-            values[part, 0] = logits.gather(-1, wanted[:, None])[:, 0] - lse
-            if with_entropy:
-                values[part, 1] = lse - (torch.softmax(logits, -1) * logits).sum(-1)
+            logits = product.forward(hidden[part], weight, bias)
+            values[part], lse = dispatch.token_log_probs(logits, wanted, temperature, with_entropy)
             normalisers.append(lse)
         saved = torch.cat(normalisers) if normalisers else values.new_zeros(0)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, saved, values)
@@ -53,8 +50,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         parts = (t.split(ctx.chunk) for t in (rows, targets, normalisers))
         for part, wanted, lse in zip(*parts, strict=True):
             x = hidden[part]
-            logits = _logits(x, weight, bias, ctx.temperature)
-            d_logits = _d_logits(logits, lse, wanted, grad[part], values[part]).div_(ctx.temperature).to(hidden.dtype)
+            logits = product.forward(x, weight, bias)
+            d_logits = dispatch.token_log_probs_backward(logits, wanted, values[part], lse, grad[part], ctx.temperature)
             dx, dw, db = product.backward(d_logits, x, weight, needs, weight.dtype)
             if needs[0]:
                 d_hidden[part] = dx
@@ -65,23 +62,6 @@ class ChunkedLogProbs(torch.autograd.Function):
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = product.forward(x, weight, bias).float()
-    return logits if temperature == 1.0 else logits / temperature
-
-
-def _d_logits(logits: Tensor, lse: Tensor, targets: Tensor, grad: Tensor, values: Tensor) -> Tensor:
-    """Gradient of logits [N, V], written over them: see the module."""
-    log_p = logits.sub_(lse[:, None])
-    by_log_prob = grad[:, 0:1]
-    if grad.shape[1] == 1:
-        d_logits = log_p.exp_().mul_(-by_log_prob)
-    else:
-        p = log_p.exp()
-        d_logits = log_p.add_(values[:, 1:2]).mul_(-grad[:, 1:2]).sub_(by_log_prob).mul_(p)
-    return d_logits.scatter_add_(-1, targets[:, None], by_log_prob)
 
 
 class ChunkedHead:

@@ -22,6 +22,8 @@ from qarl_openrlhf.kernels.dequantize import dequantize_int4, dequantize_row8, d
 from qarl_openrlhf.kernels.grouped_gemm import grouped_w8a8
 from qarl_openrlhf.kernels.library import INTERPRETED, calls
 from qarl_openrlhf.kernels.quantize_pack import quantize_int4, quantize_row8, quantize_w4a8
+from qarl_openrlhf.kernels.token_log_probs import token_log_probs as token_log_probs
+from qarl_openrlhf.kernels.token_log_probs import token_log_probs_backward_
 from qarl_openrlhf.kernels.tune import bucket
 from qarl_openrlhf.kernels.w4a16_gemm import MAX_ROWS, w4a16_gemm
 from qarl_openrlhf.kernels.w8a8_gemm import w8a8_gemm
@@ -217,6 +219,14 @@ def _note(scheme, m: int, n: int, k: int, kernel: str, why: str) -> None:
         choices[key] = (kernel, why)
         log.info("%s, up to %d rows, [%d, %d]: %s (%s)", *key, kernel, why)
     calls[kernel if kernel.startswith("library") or kernel.startswith("_") else f"chose {kernel}"] += 1
+
+
+def token_log_probs_backward(
+    logits: Tensor, targets: Tensor, values: Tensor, lse: Tensor, grad: Tensor, temperature: float
+) -> Tensor:
+    """The logits, overwritten with their gradient."""
+    token_log_probs_backward_(logits, targets, values, lse, grad, temperature)
+    return logits
 
 
 def choices_table() -> str:

@@ -97,6 +97,21 @@ def act_quant(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     return {"int8": reference.quantize_act_int8, "fp8": reference.quantize_act_fp8}[fmt](x)
 
 
+def token_log_probs(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Logits ``[N, V]``, int64 targets ``[N]`` -> float32 (log p(target), and the entropy if asked for, ``[N, 1 or 2]``;
+    logsumexp of logits / temperature ``[N]``)."""
+    implementation = card() if on_card(logits) else reference
+    return implementation.token_log_probs(logits, targets, temperature, entropy)
+
+
+def token_log_probs_backward(
+    logits: Tensor, targets: Tensor, values: Tensor, lse: Tensor, grad: Tensor, temperature: float
+) -> Tensor:
+    """Gradient of the logits from that of :func:`token_log_probs`' values, in the logits' dtype and maybe in their place."""
+    implementation = card() if on_card(logits) else reference
+    return implementation.token_log_probs_backward(logits, targets, values, lse, grad, temperature)
+
+
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """Plain ``x @ w^T + bias``, differentiable; x ``[..., K]``, w ``[N, K]``, result in x's dtype.
 

@@ -151,3 +151,33 @@ def quantize_act_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     amax = x.abs().amax(-1, keepdim=True)
     scale = (amax / _number(FP8_MAX, amax)).clamp_(min=FP8_MIN_SCALE)
     return (x / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def token_log_probs(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Logits [N, V], int64 targets [N] -> float32 (log p(target) and, if asked for, the entropy [N, 1 or 2]; logsumexp z [N])."""
+    z = _scaled(logits, temperature)
+    lse = torch.logsumexp(z, -1)
+    values = [z.gather(-1, targets[:, None])[:, 0] - lse]
+    if entropy:
+        values.append(lse - (torch.softmax(z, -1) * z).sum(-1))
+    return torch.stack(values, -1), lse
+
+
+def token_log_probs_backward(
+    logits: Tensor, targets: Tensor, values: Tensor, lse: Tensor, grad: Tensor, temperature: float
+) -> Tensor:
+    """Gradient of the logits in their dtype, from that of ``values``; see :mod:`qarl_openrlhf.kernels.token_log_probs`."""
+    log_p = _scaled(logits, temperature).sub_(lse[:, None])
+    by_log_prob = grad[:, 0:1]
+    if grad.shape[1] == 1:
+        d_logits = log_p.exp_().mul_(-by_log_prob)
+    else:
+        p = log_p.exp()
+        d_logits = log_p.add_(values[:, 1:2]).mul_(-grad[:, 1:2]).sub_(by_log_prob).mul_(p)
+    return d_logits.scatter_add_(-1, targets[:, None], by_log_prob).div_(temperature).to(logits.dtype)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """A float32 copy of the logits over the temperature."""
+    z = logits.to(torch.float32, copy=True)
+    return z if temperature == 1.0 else z.div_(temperature)

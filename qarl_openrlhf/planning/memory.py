@@ -20,6 +20,7 @@ LIVE = 1_000_000_000  # ZeRO-3 gathers at most this many parameters at a time, a
 # A token's logits, times the vocabulary: float32 logits kept for the backward, the accumulated gradient, and the gradient of the
 # chunk (or of the gather) being added to it.
 LOGITS = 12
+CHUNK_LOGITS = 2  # the same of a chunk on a card: BF16 logits, which their gradient overwrites (kernels.token_log_probs)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: codes, and scales of 64 in 8 bits with float32 scales of 256 of their own
 MOMENT_BYTES = 2 * (1 + 4 / 256)  # a weight's two 8-bit moments, and float32 scales of 256
 USABLE = 0.97  # of a card's memory: the driver's share, and what the allocator cannot give out in one piece
@@ -253,6 +254,8 @@ def _logits(args, shape: ModelShape, tokens: int, phase: str, shorter: str) -> P
     chunk, each = args.actor.logprob_chunk, LOGITS * shape.vocabulary
     if not chunk:
         return Part("logits", each * tokens, (phase,), f"--actor.logprob_chunk 2048, or {shorter}")
+    if args.quant.kernel != "torch":
+        each = CHUNK_LOGITS * shape.vocabulary
     summed = 6 * shape.vocabulary * shape.hidden if tokens > chunk else 0
     return Part("logits (a chunk)", each * min(chunk, tokens) + summed, (phase,), "a smaller --actor.logprob_chunk")
 

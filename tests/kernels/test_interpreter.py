@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 def test_the_kernels_under_the_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    families = ("weight_kernels", "activation_kernels", "gemm_kernels", "digest_kernel", "moe_kernels")
+    families = ("weight_kernels", "activation_kernels", "gemm_kernels", "digest_kernel", "moe_kernels", "token_log_probs")
     files = [str(HERE / f"test_{family}.py") for family in families]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
