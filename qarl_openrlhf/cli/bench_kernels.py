@@ -12,7 +12,7 @@ import triton
 from qarl_openrlhf.bench.shapes import MODELS
 from qarl_openrlhf.kernels import dispatch
 
-FAMILIES = ("quantize", "activation", "forward", "small", "grouped", "layer")
+FAMILIES = ("quantize", "activation", "forward", "small", "grouped", "logits", "layer")
 
 
 def main(argv: list[str] | None = None) -> None:
