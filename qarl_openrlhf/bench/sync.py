@@ -1,9 +1,11 @@
 """A learner and a vLLM engine of a real model's shape, and what a push between them costs.
 
-The learner's master weights are random. A dense model is built whole; of a mixture of experts (``repeated``: of any model) one
-decoder layer is made and quantized anew under every layer's name: master weights need not lie in memory to measure a push.
+The learner's master weights are random, and the same in every run. A dense model is built whole; of a mixture of experts
+(``repeated``: of any model) one decoder layer is made and quantized anew under every layer's name: master weights need not lie in
+memory to measure a push. A learner of several ranks: :mod:`qarl_openrlhf.bench.sync_ranks`.
 """
 
+import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +15,9 @@ import torch
 from torch import Tensor
 
 from qarl_openrlhf.runtime import free_port
+from qarl_openrlhf.sync.checksum import checksum
+
+SEED = 0  # of the master weights: however many ranks share them, what is published is the same
 
 _COMMON = dict(
     architectures=["Qwen3ForCausalLM"],
@@ -63,19 +68,41 @@ def config_of(shape: str, layers: int | None):
 
 
 def masters_of(model_class, config, device) -> torch.nn.Module:
-    """A model with random BF16 weights on the device."""
+    """A model with random BF16 weights on the device, always the same ones."""
     with torch.device("meta"):
         model = model_class(config).to(torch.bfloat16)
     model.to_empty(device=device)
     model.tie_weights()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.02)
+    torch.manual_seed(SEED)
+    for parameter in model.parameters():
+        fill(parameter)
     return model
+
+
+@torch.no_grad()
+def fill(parameter: Tensor) -> None:
+    parameter.normal_(0, 0.02)
+
+
+class Fingerprint:
+    """One number for all tensors that pass through ``watch``: names, dtypes, shapes and bytes, in their order."""
+
+    def __init__(self):
+        self._hash = hashlib.sha256()
+
+    def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self._hash.update(f"{name} {tensor.dtype} {list(tensor.shape)} {checksum(tensor)}\n".encode())
+            yield name, tensor
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()[:16]
 
 
 class Learner:
     """The learner's process (a Ray actor): master weights, quantizer, publisher."""
+
+    gather = None  # what published_tensors takes, where the weights are partitioned
 
     def __init__(
         self, shape: str, layers: int | None, scheme: str, gpu: int = 0, *, device: str = "cuda", repeated: bool | None = None
@@ -96,30 +123,38 @@ class Learner:
         if self.repeated:
             self.config.num_hidden_layers = 1
         model_class = Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM
-        self.model = masters_of(model_class, self.config, self.device)
+        self.model = self._masters(model_class)
         self.scheme = QuantScheme.parse(scheme)
         convert_model(self.model, self.scheme)
         self.version = 0
         self.publisher = None
 
+    def _masters(self, model_class) -> torch.nn.Module:
+        return masters_of(model_class, self.config, self.device)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What is published, quantized on the way."""
+        """What is published, quantized (and gathered) on the way."""
         from qarl_openrlhf.quant.convert import published_tensors
 
-        self.model.quant_cache.invalidate()
+        cache = self.model.quant_cache
+        cache.invalidate()
+        for layer, names in self.parts():
+            if layer:
+                cache.invalidate()  # quantize again, as for another layer
+            for name, tensor in published_tensors(self.model, self.scheme, gather=self.gather, only=names):
+                yield name.replace(".layers.0.", f".layers.{layer}.") if self.repeated else name, tensor
+        cache.require_finite()
+
+    def parts(self) -> Iterator[tuple[int, list[str]]]:
+        """(layer, parameter names): the whole model's parameters in its order, of a repeated layer once for every layer."""
+        names = [name for name, _ in self.model.named_parameters()]
         if not self.repeated:
-            yield from published_tensors(self.model, self.scheme)
+            yield 0, names
             return
-        others = []
-        for name, tensor in published_tensors(self.model, self.scheme):
-            if ".layers.0." not in name:
-                others.append((name, tensor))
+        inside = [i for i, name in enumerate(names) if ".layers.0." in name]
         for layer in range(self.layers):
-            self.model.quant_cache.invalidate()  # quantize again, as for another layer
-            for name, tensor in published_tensors(self.model, self.scheme):
-                if ".layers.0." in name:
-                    yield name.replace(".layers.0.", f".layers.{layer}."), tensor
-        yield from others
+            first = 0 if layer == 0 else inside[0]  # embeddings before the first layer, norm and head after the last
+            yield layer, names[first : len(names) if layer == self.layers - 1 else inside[-1] + 1]
 
     def connect(self, engines: list, transport: str, bucket_mb: int, verify: str) -> None:
         from qarl_openrlhf.sync.publisher import Publisher
@@ -128,24 +163,27 @@ class Learner:
             engines, transport=transport, device=self.device, bucket_mb=bucket_mb, timeout_s=120, verify=verify
         )
 
-    def push(self) -> dict:
-        """One publish, from weights that have just changed to engines that may sample."""
+    def push(self, fingerprint: bool = False) -> dict:
+        """One publish, from weights that have just changed to engines that may sample; ``fingerprint`` costs time in it."""
         self.version += 1
         before = 0
         if self.on_card:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
+        mark = Fingerprint()
         started = time.perf_counter()
-        metrics = self.publisher.publish(self.tensors(), self.version)
+        metrics = self.publisher.publish(mark.watch(self.tensors()) if fingerprint else self.tensors(), self.version)
         metrics["total_ms"] = (time.perf_counter() - started) * 1e3
+        if fingerprint:
+            metrics["published"] = str(mark)
         if self.on_card:
             metrics["learner_peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
             metrics["learner_allocated_mb"] = torch.cuda.memory_allocated() / 2**20
         return metrics
 
     def quantize_only(self) -> float:
-        """ms to quantize everything that is published, nothing sent."""
+        """ms to quantize (and gather) everything that is published, nothing sent."""
         self._wait()
         started = time.perf_counter()
         for _ in self.tensors():

@@ -3,6 +3,13 @@
     python -m qarl_openrlhf.cli.bench_sync --shape 8b --schemes bf16 w4a16 --transport nccl --openrlhf    two GPUs
     python -m qarl_openrlhf.cli.bench_sync --shape 8b --schemes w4a16 --transport ipc                     one GPU
     python -m qarl_openrlhf.cli.bench_sync --shape tiny --transport gloo --decode                 a CPU: that it runs
+    python -m qarl_openrlhf.cli.bench_sync --shape 30b-a3b --schemes w4a16 --learner_ranks 2 --tp 2 --expert_parallel    four GPUs
+
+With --learner_ranks the master weights lie in shards on so many GPUs, as ZeRO-3 leaves them: all ranks gather a tensor, quantize it and
+free it, and rank 0 publishes. Where the time of a push goes (ms): quantize_only, everything quantized and gathered by all ranks, nothing
+sent; gather_only, gathered alone; gather, what rank 0's host spends in gathers during a push; send, what it waits for engines; load and
+verify, of the slowest engine rank; finish. published is a number of the tensors that were pushed, bytes and names: the same for every
+--learner_ranks, --tp and --transport on cards of one kind.
 """
 
 import argparse
@@ -20,7 +27,7 @@ import ray
 import torch
 
 from qarl_openrlhf import runtime
-from qarl_openrlhf.bench import sync
+from qarl_openrlhf.bench import sync, sync_ranks, sync_room
 from qarl_openrlhf.bench.step_plan import runnable
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.quant.errors import QuantError
@@ -30,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
     device = "cpu" if args.transport == "gloo" else "cuda"
-    need = 1 if args.transport != "nccl" else 1 + args.tp
+    need = 1 if args.transport != "nccl" else args.learner_ranks + args.tp
     _refuse(parser, args, device, need)
     environment = runtime.set_environment(device)
     runtime.start_ray(device, runtime.ResourcePlan({"bench": need}), environment, log_to_driver=False)
@@ -58,15 +65,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="8b", choices=list(sync.SHAPES))
     parser.add_argument("--schemes", nargs="+", default=["bf16", "w4a16"])
     parser.add_argument("--transport", default="nccl", choices=("nccl", "ipc", "gloo"))
-    parser.add_argument("--pushes", type=int, default=20)
+    parser.add_argument("--pushes", type=_count, default=20)
     parser.add_argument("--layers", type=int, help="fewer decoder layers")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size of the engine")
+    parser.add_argument("--learner_ranks", type=_count, default=1, help="GPUs (gloo: processes) that share the master weights")
+    parser.add_argument("--tp", type=_count, default=1, help="tensor parallel size of the engine")
+    parser.add_argument("--expert_parallel", action="store_true", help="the engine's ranks hold whole experts, not parts of each")
     parser.add_argument("--bucket_mb", type=int, default=512)
     parser.add_argument("--verify", default="checksum", choices=("checksum", "off"))
     parser.add_argument("--openrlhf", action="store_true", help="also OpenRLHF's own BF16 push, one RPC a parameter")
     parser.add_argument("--decode", action="store_true", help="decode speed after the first and after the last push")
     parser.add_argument("--out", default="benchmarks/results")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 1")
+    return int(text)
 
 
 def _refuse(parser: argparse.ArgumentParser, args, device: str, need: int) -> None:
@@ -77,13 +92,24 @@ def _refuse(parser: argparse.ArgumentParser, args, device: str, need: int) -> No
         parser.error("--openrlhf needs GPUs: OpenRLHF's own push has no CPU transport")
     if args.transport == "ipc" and args.tp > 1:
         parser.error(f"--tp {args.tp} with --transport ipc: learner and engine share one GPU; use --transport nccl")
+    ranks = f"--learner_ranks {args.learner_ranks}"
+    if args.transport == "ipc" and args.learner_ranks > 1:
+        parser.error(f"{ranks} with --transport ipc: each rank would need an engine on its GPU; use --transport nccl")
+    if args.openrlhf and args.learner_ranks > 1:
+        parser.error(f"--openrlhf with {ranks}: OpenRLHF's own push is measured from one learner; leave one of them out")
+    problem = sync_room.split_problem(args)
+    if problem:
+        parser.error(problem)
     if device == "cuda" and not torch.cuda.is_available():
         parser.error(f"no CUDA device for --transport {args.transport}; on a CPU only gloo runs, to see that everything does")
     there = torch.cuda.device_count()
     if device == "cuda" and there < need:
-        parser.error(f"--transport {args.transport} with --tp {args.tp} needs {need} GPUs, this machine has {there}")
+        parser.error(f"--transport {args.transport} with {ranks} and --tp {args.tp} needs {need} GPUs, this machine has {there}")
     try:
         args.schemes, _ = runnable(args.schemes, device)
+        card = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+        for scheme in args.schemes:
+            sync_room.check(args, scheme, card)
     except (ConfigError, QuantError) as error:
         parser.error(str(error))
 
@@ -91,9 +117,10 @@ def _refuse(parser: argparse.ArgumentParser, args, device: str, need: int) -> No
 def result_name(args, card: str) -> str:
     short = next((name.lower() for name in ("H200", "H100", "CPU") if name in card), "gpu")
     slow = "_no_p2p" if os.environ.get("NCCL_P2P_DISABLE") == "1" else ""
-    parallel = f"_tp{args.tp}" if args.tp > 1 else ""
+    shards = f"_zero3x{args.learner_ranks}" if args.learner_ranks > 1 else ""
+    parallel = (f"_tp{args.tp}" if args.tp > 1 else "") + ("_ep" if args.expert_parallel else "")
     fewer = f"_{args.layers}layers" if args.layers else ""
-    return f"sync_{args.shape}_{args.transport}{parallel}{fewer}{slow}_{short}.json"
+    return f"sync_{args.shape}_{args.transport}{shards}{parallel}{fewer}{slow}_{short}.json"
 
 
 def measure(args, directory: str, scheme: str) -> dict:
@@ -102,26 +129,30 @@ def measure(args, directory: str, scheme: str) -> dict:
     share = {"ipc": 0.5, "nccl": 1, "gloo": 0}[args.transport]
     started = time.perf_counter()
     gpus = share * (args.tp if args.transport == "nccl" else 1)
-    engine = sync.start_engine(directory, scheme, gpus=gpus, tp=args.tp, device=device)
-    worker = ray.remote(sync.Learner).options(num_gpus=share, num_cpus=0)
-    learner = worker.remote(args.shape, args.layers, scheme, device=device)
+    experts = {"enable_expert_parallel": True} if args.expert_parallel else {}
+    engine = sync.start_engine(directory, scheme, gpus=gpus, tp=args.tp, device=device, **experts)
+    learners = sync_ranks.Learners(args.shape, args.layers, scheme, ranks=args.learner_ranks, gpus=share, device=device)
     try:
-        ray.get([engine.weights_state.remote(), learner.connect.remote([engine], args.transport, args.bucket_mb, args.verify)])
+        learners.connect([engine], args.transport, args.bucket_mb, args.verify)
+        ray.get(engine.weights_state.remote())
         print(f"{args.shape} {scheme}: engine and learner up in {time.perf_counter() - started:.0f} s", flush=True)
-        first = ray.get(learner.push.remote())
+        first = learners.push()
         decode = [sync.decode_ms(engine)] if args.decode else []
         memory = [ray.get(engine.memory.remote())]
-        pushes = [ray.get(learner.push.remote()) for _ in range(args.pushes)]
+        pushes = [learners.push() for _ in range(args.pushes)]
         decode += [sync.decode_ms(engine)] if args.decode else []
         memory.append(ray.get(engine.memory.remote()))
-        quantize = statistics.median(ray.get(learner.quantize_only.remote()) for _ in range(3))
+        quantize = statistics.median(learners.quantize_only() for _ in range(3))
+        gather = statistics.median(learners.gather_only() for _ in range(3))
+        last = learners.push(fingerprint=True)
     finally:
-        ray.kill(learner)
+        learners.close()
         ray.kill(engine)
         time.sleep(3)  # the GPU's memory comes back after the processes have ended
 
     def median(name: str) -> float:
-        return statistics.median(push[name] for push in pushes)
+        return statistics.median(push.get(name, 0.0) for push in pushes)
+
     row = {
         "scheme": scheme,
         "pushes": len(pushes),
@@ -131,6 +162,8 @@ def measure(args, directory: str, scheme: str) -> dict:
         "first_ms": first["total_ms"],
         "connect_ms": first["sync/connect_ms"],
         "quantize_only_ms": quantize,
+        "gather_only_ms": gather,
+        "gather_ms": median("sync/gather_ms"),
         "send_ms": median("sync/send_ms"),
         "load_ms": median("sync/load_ms"),
         "verify_ms": median("sync/verify_ms"),
@@ -138,7 +171,8 @@ def measure(args, directory: str, scheme: str) -> dict:
         "bytes": pushes[-1]["sync/bytes"],
         "tensors": pushes[-1]["sync/tensors"],
         "buckets": pushes[-1]["sync/buckets"],
-        "checksum_ok": min(push["sync/checksum_ok"] for push in pushes),
+        "checksum_ok": min(push["sync/checksum_ok"] for push in [*pushes, last]),
+        "published": last["published"],
         "learner_peak_mb": max(push.get("learner_peak_mb", 0.0) for push in pushes),
         "learner_growth_mb": pushes[-1].get("learner_allocated_mb", 0.0) - pushes[0].get("learner_allocated_mb", 0.0),
         "engine_growth_mb": (memory[1]["allocated"] - memory[0]["allocated"]) / 2**20,

@@ -6,7 +6,7 @@ norms, biases, MoE router gates.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -173,15 +173,16 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantLinear | experts.Expert
 
 @torch.no_grad()
 def published_tensors(
-    model: nn.Module, scheme: QuantScheme, *, gather: Callable | None = None
+    model: nn.Module, scheme: QuantScheme, *, gather: Callable | None = None, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of everything an engine or a checkpoint needs, in model order.
 
     Names are the checkpoint's, except that experts stay stacked (see :mod:`qarl_openrlhf.quant.expert_names`). Quantized
     layers give their packed tensors (``<layer>.weight_packed`` and so on), each other parameter itself; a tied
     lm_head comes once, under the embedding's name. gather: ``deepspeed.zero.GatheredParameters`` under ZeRO-3 (then every
-    rank must exhaust the iterator); layers that the cache holds are not gathered. QuantError for a model that was not converted
-    for ``scheme``.
+    rank must exhaust the iterator); layers that the cache holds are not gathered. only: names of parameters, of a model that is
+    published in parts; whoever does so calls ``model.quant_cache.require_finite()`` after the last. QuantError for a model that
+    was not converted for ``scheme``.
     """
     if not hasattr(model, "quant_cache"):
         raise QuantError(f"this {type(model).__name__} is not converted: call convert_model(model, scheme) first, for bf16, too")
@@ -191,6 +192,8 @@ def published_tensors(
     if made_for != ({scheme} if scheme.quantized else set()):
         raise QuantError(f"the model was converted for {[str(s) for s in made_for] or 'no scheme'}, not for {scheme}")
     for name, parameter in model.named_parameters():
+        if only is not None and name not in only:
+            continue
         if name not in parameters:
             yield name, _gathered(gather, parameter, parameter.detach)
             continue
@@ -198,7 +201,8 @@ def published_tensors(
         packed = layer.packed() if layer.is_packed() else _gathered(gather, parameter, layer.packed)
         for suffix, tensor in packed.tensors().items():
             yield f"{parameters[name]}.{suffix}", tensor
-    model.quant_cache.require_finite()
+    if only is None:
+        model.quant_cache.require_finite()
 
 
 def _gathered(gather: Callable | None, parameter: nn.Parameter, read: Callable):

@@ -1,0 +1,74 @@
+"""What bench_sync refuses before it starts: engines that cannot be split so, weights that do not fit a GPU."""
+
+from qarl_openrlhf.bench import sync
+from qarl_openrlhf.bench.step_plan import Model
+from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.planning.architecture import meta_model
+from qarl_openrlhf.planning.memory import CONTEXT, ENGINE_WORK, USABLE, cache_bytes, gib, packed_bytes
+from qarl_openrlhf.quant.convert import convert_model
+from qarl_openrlhf.quant.scheme import QuantScheme
+
+
+def split_problem(args) -> str | None:
+    """Why the engine cannot be split over ``--tp`` ranks like this, with what works; None if it can."""
+    shape = sync.SHAPES[args.shape]
+    heads, experts = shape["num_attention_heads"], shape.get("num_experts", 0)
+    if heads % args.tp:
+        works = ", ".join(str(size) for size in (1, 2, 4, 8) if heads % size == 0)
+        return f"--tp {args.tp} does not divide the {heads} attention heads of {args.shape}: use {works}"
+    if not args.expert_parallel:
+        return None
+    if not experts:
+        moe = ", ".join(name for name, fields in sync.SHAPES.items() if fields.get("num_experts"))
+        return f"--expert_parallel with --shape {args.shape}, which has no experts: use a --shape of experts ({moe})"
+    if args.tp == 1:
+        return "--expert_parallel with --tp 1: one rank holds all experts anyway; use --tp 2 or more"
+    if args.transport == "gloo":
+        return "--expert_parallel with --transport gloo: an engine on a CPU does not spread experts; use GPUs and --transport nccl"
+    return None
+
+
+def check(args, scheme: str, card: int | None) -> None:
+    """QuantError for a layer that the engine's ranks cannot share, ConfigError for what does not fit ``card`` bytes (None: any)."""
+    parsed = QuantScheme.parse(scheme)
+    for layer in convert_model(meta_model(sync.config_of(args.shape, 1), args.shape), parsed).quantized:
+        whole = args.expert_parallel and layer.experts > 1
+        parsed.check_layer(layer.name, layer.out_features, layer.in_features, 1 if whole else args.tp)
+    if card is None:
+        return
+    learner, engine = learner_bytes(args, scheme), engine_bytes(args, scheme)
+    needs = {"the learner's": (learner, "more --learner_ranks"), "each engine rank's": (engine, "a larger --tp")}
+    if args.transport == "ipc":
+        needs = {"the": (learner + engine, "--transport nccl on two")}
+    for whose, (size, works) in needs.items():
+        if size > card * USABLE:
+            raise ConfigError(
+                f"--shape {args.shape} in {scheme}: {whose} GPU needs about {gib(size)}, {gib(card * USABLE)} are usable: "
+                f"use {works}, fewer --layers or a larger card"
+            )
+
+
+def learner_bytes(args, scheme: str) -> int:
+    """Of rank 0: its shard, what is gathered, the quantized weights that it keeps, the buckets."""
+    model, parsed = Model.of(args.shape, args.layers, scheme), QuantScheme.parse(scheme)
+    shape, packed = model.shape, packed_bytes(parsed)
+    weights, kept = shape.parameters, cache_bytes(parsed, "packed", shape)
+    if sync.SHAPES[args.shape].get("num_experts"):  # one layer of them is held
+        weights -= (shape.layers - 1) * model.layer_weights
+        kept //= shape.layers
+    gathered = 2 * 2 * max(shape.largest, shape.largest_other) if args.learner_ranks > 1 else 0
+    return int(2 * weights / args.learner_ranks) + gathered + kept + _buckets(args, shape, packed) + CONTEXT
+
+
+def engine_bytes(args, scheme: str) -> int:
+    """Of a rank: weights, KV cache, the buckets, and the layer that is brought into the kernels' layout."""
+    model = Model.of(args.shape, args.layers, scheme)
+    shape, packed = model.shape, packed_bytes(QuantScheme.parse(scheme))
+    weights = (shape.quantized * packed + 2 * (shape.parameters - shape.quantized)) / args.tp
+    layer = 2 * model.layer_weights / args.tp
+    cache = sync.ENGINE["kv_cache_memory_bytes"]
+    return int(weights + layer) + cache + _buckets(args, shape, packed) + ENGINE_WORK + CONTEXT
+
+
+def _buckets(args, shape, packed: float) -> int:
+    return 2 * max(args.bucket_mb * 2**20, int(shape.largest * packed), 2 * shape.largest_other)
