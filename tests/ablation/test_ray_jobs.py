@@ -21,11 +21,14 @@ def dashboard(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{bin_directory}:{os.environ['PATH']}")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ports = []
-    for _ in range(3):
+    for _ in range(4):
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             ports.append(str(sock.getsockname()[1]))
-    words = ["--head", "--block", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", "--num-cpus=4", f"--ray-client-server-port={ports[2]}"]
+    words = [
+        "--head", "--block", "--num-cpus=4", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", f"--ray-client-server-port={ports[2]}",
+        f"--dashboard-agent-listen-port={ports[3]}",  # its default is taken where another Ray runs, and jobs have no agent then
+    ]  # fmt: skip
     with open(tmp_path / "head.log", "w") as log:
         head = subprocess.Popen(
             [bin_directory / "ray", "start", *words, "--include-dashboard=true", "--disable-usage-stats", f"--temp-dir=/tmp/qarl-jobs-{os.getpid()}"],
