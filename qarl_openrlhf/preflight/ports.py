@@ -23,8 +23,12 @@ def holder(port: int) -> str:
         return "a process that this user may not see"
     found = [c for c in listening if c.laddr.port == port]
     for connection in found:
-        if connection.pid is not None:
+        if connection.pid is None:
+            continue
+        try:
             return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
+        except psutil.NoSuchProcess:
+            return f"process {connection.pid}, which has ended since"
     return "a process of another user" if found else "no process that still listens"
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -34,6 +35,14 @@ def free_port() -> int:
 def test_the_holder_of_a_port_is_named(listening):
     assert f"(process {os.getpid()})" in holder(listening)
     assert "no process" in holder(free_port())
+
+
+def test_a_holder_that_ends_meanwhile_is_no_error_of_its_own(listening, monkeypatch):
+    def ended(pid):
+        raise psutil.NoSuchProcess(pid)
+
+    monkeypatch.setattr(psutil, "Process", ended)
+    assert holder(listening) == f"process {os.getpid()}, which has ended since"
 
 
 def test_a_group_on_an_occupied_port_names_port_and_holder(listening):
