@@ -30,6 +30,8 @@ COMMON_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "180",  # a busy machine of two cores takes more than Ray's 30 s
+    # Ray runs workers at nice 15: beside as many busy processes as there are cores they stand still, a start that takes 8 s took 45.
+    "RAY_worker_niceness": "0",
     # Zero-copy tensors out of the object store are read-only, and torch warns at every one of them.
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "0",
 }

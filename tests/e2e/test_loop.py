@@ -93,6 +93,12 @@ def test_two_steps(name, tiny_model, flags, tmp_path):
         check_loggers(tmp_path / "tb" / "tiny", rows[-1]["mismatch/abs_logp_mean"])
 
 
+def test_workers_have_the_priority_of_the_run_and_not_rays_nice_15():
+    import ray
+
+    assert ray.get(ray.remote(num_cpus=1)(lambda: os.nice(0)).remote(), timeout=100) == os.nice(0)
+
+
 def test_an_occupied_cluster_ends_in_an_error_that_names_the_resource():
     plan = runtime.ResourcePlan({"actor": 4, "engines": 1})
     with pytest.raises(runtime.ResourceError, match=r"GPU: 5 needed, 4 in the cluster"):
