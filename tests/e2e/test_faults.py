@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from qarl_openrlhf.report import load_run
+from tests.processes import command_line, with_words
 from tests.tiny_models import save_tiny_model
 
 from .conftest import HERE, argv
@@ -59,7 +60,7 @@ class Run:
 
     def named(self, words: str) -> psutil.Process:
         """The one process of the run with these words in its command line."""
-        [process] = [p for p in self.alive() if words in " ".join(p.cmdline())]
+        [process] = with_words(words, self.alive())
         return process
 
     def wait_for_steps(self, count: int, timeout: float = 400) -> None:
@@ -73,11 +74,12 @@ class Run:
         until = time.monotonic() + timeout
         while (left := self.alive()) and time.monotonic() < until:
             time.sleep(0.5)
-        assert not left, [" ".join(p.cmdline())[:100] for p in left]
+        assert not left, [command_line(process)[:100] for process in left]
 
     def end(self) -> None:
         for process in self.alive():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import signal
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -17,13 +15,16 @@ from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.preflight.resume import choose_checkpoint
 from qarl_openrlhf.report import load_run
 
+from tests.processes import command_line, with_words
+
 from .conftest import argv
 
-# A prompt set of eight, twice: the second episode's order comes after the resume. Evaluation draws from the same engine.
+# A prompt set of eight, several times: later episodes' orders come after the resume. Evaluation draws from the same engine.
+STEPS = 8
 WANTED = {
     "quant.scheme": "w4a16:g32",
     "objective.name": "tbpo",
-    "train.num_episodes": 2,
+    "train.num_episodes": STEPS // 2,
     "rollout.stop": ["e"],
     "ckpt.save_steps": 1,
     "ckpt.max_num": 2,
@@ -77,76 +78,85 @@ def begin(finished, flags, tiny_model, prompts, tmp_path_factory):
 
 
 def learner_process() -> psutil.Process | None:
-    return next((p for p in psutil.Process().children(recursive=True) if titled(p, "ray::QarlPolicyActor")), None)
-
-
-def titled(process: psutil.Process, start: str) -> bool:
-    try:
-        return " ".join(process.cmdline()).startswith(start)
-    except psutil.Error:
-        return False
+    found = with_words("ray::QarlPolicyActor", psutil.Process().children(recursive=True))
+    return found[0] if found else None
 
 
 def method(process: psutil.Process) -> str:
     """What a Ray actor is busy with: "fit"; "" when it waits."""
-    return " ".join(process.cmdline()).strip().partition(".")[2]
+    return command_line(process).partition(".")[2]
 
 
-PHASES = {  # after two steps: which moment of the third is meant, given what the learner does and its checkpoints
-    "rollout": lambda busy, steps, saved, partial: steps == 2 and saved == 2 and busy == "",
-    "update": lambda busy, steps, saved, partial: steps == 2 and saved == 2 and busy == "fit",
-    "push": lambda busy, steps, saved, partial: steps == 2 and saved == 2 and busy == "broadcast_to_vllm",
-    "checkpoint": lambda busy, steps, saved, partial: steps == 3 and partial,
+# Which moment of a step is meant, given what the learner does, the steps that are done, the newest whole checkpoint's step and
+# whether the next is being written. A moment lasts a tenth of a second: whoever misses one waits for the next step's.
+PHASES = {
+    "rollout": lambda busy, done, saved, partial: saved == done and busy == "",
+    "update": lambda busy, done, saved, partial: saved == done and busy == "fit",
+    "push": lambda busy, done, saved, partial: saved == done and busy == "broadcast_to_vllm",
+    "checkpoint": lambda busy, done, saved, partial: done > 2 and saved < done and partial,
 }
 
 
+def newest(actor: Path) -> int:
+    """Step of the newest whole checkpoint in a directory of them."""
+    return max((int(tag.rpartition("step")[2]) for tag in tags(actor) if not tag.startswith("best")), default=0)
+
+
 class Killer(threading.Thread):
-    """Kills the learner with SIGKILL in a phase of a run's third step."""
+    """Kills the learner with SIGKILL in a phase of a step, the third or, if that was missed, a later one."""
 
     def __init__(self, wanted: dict, phase: str):
         super().__init__(daemon=True)
-        self.directory, self.path, self.phase = wanted["ckpt.output_dir"], wanted["ckpt.path"], PHASES[phase]
-        self.killed, self.over = None, threading.Event()
+        self.metrics, self.actor = Path(wanted["ckpt.output_dir"], "metrics.jsonl"), Path(wanted["ckpt.path"], "_actor")
+        self.phase = PHASES[phase]
+        self.saved, self.failed, self.over = None, None, threading.Event()
 
     def run(self):
-        actor = Path(self.path, "_actor")
-        metrics = Path(self.directory, "metrics.jsonl")
+        try:
+            self.saved = self.kill()
+        except Exception as error:
+            self.failed = error
+
+    def kill(self) -> int | None:
+        """Step of the newest whole checkpoint after the kill; None if the run was over first."""
         process = None
-        while not self.over.is_set():
-            time.sleep(0.002)
-            steps = metrics.read_text().count("\n") if metrics.exists() else 0
-            if steps < 2:
+        while not self.over.wait(0.002):
+            done = self.metrics.read_text().count("\n") if self.metrics.exists() else 0
+            if not 2 <= done < STEPS:
                 continue
             process = process or learner_process()
-            saved = [int(tag.rpartition("step")[2]) for tag in tags(actor) if not tag.startswith("best")]
-            partial = any(path.suffix == ".partial" and "step3" in path.name for path in actor.glob("*"))
-            try:
-                if self.phase(method(process), steps, max(saved, default=0), partial):
-                    process.send_signal(signal.SIGKILL)
-                    self.killed = max(saved)
-                    return
-            except psutil.Error:
-                return
+            partial = any(path.suffix == ".partial" and f"step{done}" in path.name for path in self.actor.glob("*"))
+            if process and self.phase(method(process), done, newest(self.actor), partial):
+                process.kill()
+                process.wait(30)
+                return newest(self.actor)
+        return None
 
 
 def train_and_kill(wanted: dict, phase: str) -> int:
-    """Returns the step of the newest whole checkpoint at the time of the kill."""
+    """Returns the step of the newest whole checkpoint that the killed learner left."""
     killer = Killer(wanted, phase)
     killer.start()
+    ended = None
     try:
-        with pytest.raises(Exception) as error:  # noqa: PT011  Ray's, whatever the controller was waiting for
-            train_qarl.main(argv(wanted))
+        train_qarl.main(argv(wanted))
+    except Exception as error:  # Ray's, whatever the controller was waiting for
+        ended = error
     finally:
         killer.over.set()
         killer.join()
-    assert killer.killed == 2, f"the run ended before it was killed: {error.value}"
-    return killer.killed
+    if killer.failed:
+        raise killer.failed
+    assert killer.saved is not None, f"the run ended before its learner was killed: {ended!r}"
+    assert ended is not None, "the run went on without its learner"
+    assert 2 <= killer.saved < STEPS
+    return killer.saved
 
 
 def check_same(one: dict, other: dict, *, since: int) -> None:
     """Metrics of the steps after ``since``, and the last checkpoints, bit for bit."""
     rows, others = (load_run(w["ckpt.output_dir"]).rows for w in (one, other))
-    assert [row["step"] for row in others] == [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in others] == [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for row, again in zip(rows[since:], others[since:], strict=True):
         measured = ("timing/", "time", "kernels/")
         names = [n for n in row if not n.startswith(measured) and not n.endswith(("_ms", "_per_s", "_gbps")) and "tok_per_s" not in n]
@@ -156,10 +166,11 @@ def check_same(one: dict, other: dict, *, since: int) -> None:
         differing = {n: (row[n], again.get(n)) for n in names if row[n] != again.get(n)}
         assert not differing, f"step {row['step']}: {differing}"
     for part in ("_actor", "_critic"):
-        directory = os.path.join(one["ckpt.path"], part, "global_step4")
+        last = os.path.join(part, f"global_step{len(rows)}")
+        directory = os.path.join(one["ckpt.path"], last)
         if os.path.isdir(directory):
             for name in sorted(n for n in os.listdir(directory) if n.endswith(".pt")):
-                states = [torch.load(os.path.join(w["ckpt.path"], part, "global_step4", name), weights_only=False) for w in (one, other)]
+                states = [torch.load(os.path.join(w["ckpt.path"], last, name), weights_only=False) for w in (one, other)]
                 assert_equal(*states, where=f"{part}/{name}")
 
 
@@ -187,7 +198,7 @@ def check(begin, variant: str, phase: str) -> None:
     train_qarl.main(again)
     check_same(undisturbed, wanted, since=saved)
     # What the workers wrote into it is what these flags give: no note on other ones.
-    assert choose_checkpoint(train_qarl.resolve(again)[0]) == [f"resuming from {wanted['ckpt.path']}/_actor/global_step4"]
+    assert choose_checkpoint(train_qarl.resolve(again)[0]) == [f"resuming from {wanted['ckpt.path']}/_actor/global_step{STEPS}"]
     leftovers = [name for name in os.listdir(os.path.join(wanted["ckpt.path"], "_actor")) if name.endswith(".partial")]
     assert not leftovers
     shutil.rmtree(wanted["ckpt.path"])

@@ -11,6 +11,7 @@ import torch
 from qarl_openrlhf.quant import QuantScheme
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.linear import quantized_forward
+from tests.processes import with_words
 from tests.tiny_models import byte_tokenizer as tokenizer
 from tests.tiny_models import random_model
 
@@ -92,7 +93,7 @@ def probe(engine, ids: list[int]) -> torch.Tensor:
 def process_id(engine) -> int:
     """Of the process that runs the engine's model (vLLM's EngineCore), a child of the actor's process."""
     actor = ray.get(engine.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
-    [core] = [p for p in psutil.Process(actor).children(recursive=True) if "EngineCore" in p.name() + " ".join(p.cmdline())]
+    [core] = with_words("EngineCore", psutil.Process(actor).children(recursive=True))
     return core.pid
 
 
