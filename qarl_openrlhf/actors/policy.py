@@ -17,6 +17,18 @@ from qarl_openrlhf.runtime import available_cpus
 ppo_actor.ActorPPOTrainer = QarlActorTrainer
 
 
+# Of a card that must be free for memory to be kept: an engine's apply and the transport's buffers want some now and then.
+SPARE = 0.1
+
+
+def others_want_memory(args) -> bool:
+    """Whether something on the learner's GPUs takes memory in turn with it: an engine that sleeps, another model."""
+    others = args.algo.kl.init_coef > 0 or args.critic.model_name_or_path or not args.reward.remote_url
+    if not args.train.colocate_all:
+        return bool(others)
+    return bool(args.vllm.enable_sleep or args.ds.enable_sleep or others)
+
+
 class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
     """``PolicyModelActor`` with a ``QuantActor`` and our trainer step."""
 
@@ -39,8 +51,20 @@ class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
                 blend(self.ema_model, self.actor, beta=0.0)
 
     def fit(self, kl_ctl: float = 0) -> dict:
+        """OpenRLHF's, which gives all freed memory back to the driver before and after each training and so asks for it anew in
+        each step; that memory is kept here where nobody else wants it."""
         resume_random_state(self.strategy)
-        return super().fit(kl_ctl)
+        if others_want_memory(self.strategy.args):
+            return super().fit(kl_ctl)
+        self.actor.train()
+        status = self.trainer.ppo_train(kl_ctl)
+        self.trainer.replay_buffer.clear()
+        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            if free < SPARE * total:
+                torch.cuda.empty_cache()
+        return status
 
     def save_checkpoint(self, tag, client_states=None, metric_value=None, metric_key=None) -> None:
         ema = {} if self.ema_model is None else local_weights(self.ema_model, rank=torch.distributed.get_rank())
