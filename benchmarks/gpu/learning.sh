@@ -68,7 +68,7 @@ shared=(--device "$device" ${placement[@]+"${placement[@]}"} --objective.band_sc
     --data.max_len $((2 * length)) --rollout.max_new_tokens "$length"
     --rollout.batch_size 32 --rollout.n_samples_per_prompt 16 --rollout.micro_batch_size 64
     --train.batch_size 64 --train.micro_batch_size 64 --algo.advantage.estimator group_norm
-    --eval.steps 10 --eval.n_samples_per_prompt 2 --eval.temperature 1.0
+    --eval.steps 10 --eval.n_samples_per_prompt 2 --eval.temperature 1.0 --ckpt.best_metric_key none
     --actor.adam.lr "$lr" --actor.lr_scheduler constant --actor.lr_warmup_ratio 0 --ds.zero_stage 2
     --actor.num_nodes 1 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1
     --ckpt.save_steps 10 --ckpt.max_num 1 ${more[@]+"${more[@]}"})

@@ -100,6 +100,13 @@ class ReportingTrainer:
         super().save_logs_and_checkpoints(global_step, logs | ({"generated_samples": sample} if sample else {}), client_states)
 
 
+    def save_best_checkpoint(self, eval_metrics, global_step: int, client_states=None) -> None:
+        """After each evaluation, which OpenRLHF shows in wandb and tensorboard alone."""
+        if eval_metrics:
+            self.metrics_writer.evaluation(global_step, eval_metrics)
+        super().save_best_checkpoint(eval_metrics, global_step, client_states)
+
+
 class QarlPPOTrainer(ReportingTrainer, plain_class(ppo_trainer.PPOTrainer)):
     """OpenRLHF's synchronous trainer; engines start with dummy weights, so the first publish precedes the first rollout."""
 
@@ -107,7 +114,15 @@ class QarlPPOTrainer(ReportingTrainer, plain_class(ppo_trainer.PPOTrainer)):
         self.note_engine_kernels()
         if not self.init_checkpoint_states()["global_step"]:  # else OpenRLHF publishes what was loaded
             self.broadcast_to_vllm()
+            self._evaluate_start_policy()
         super().fit(global_step)
+
+    def _evaluate_start_policy(self) -> None:
+        """What later evaluations are compared with. It takes no part in the choice of the best checkpoint."""
+        evaluation = self.args.eval
+        if self.eval_dataloader and evaluation.steps != float("inf"):
+            how = {"temperature": evaluation.temperature, "n_samples_per_prompt": evaluation.n_samples_per_prompt}
+            self.metrics_writer.evaluation(0, self.evaluate(0, **self.generate_kwargs | how))
 
     def init_checkpoint_states(self) -> dict:
         states = super().init_checkpoint_states()

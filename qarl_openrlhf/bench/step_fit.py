@@ -16,12 +16,16 @@ class Line:
 
 
 def fit(points: dict[int, float]) -> Line:
-    """Least squares over {layers: value}. ValueError for fewer than three depths: two always lie on a line."""
+    """Least squares over {layers: value}, with a slope of 0 or more: a time that falls with depth is noise around its mean.
+
+    ValueError for fewer than three depths: two always lie on a line.
+    """
     if len(points) < 3:
         raise ValueError(f"a line through {len(points)} depths has no residual: measure three or more")
     n, xs, ys = len(points), list(points), list(points.values())
     mean_x, mean_y = sum(xs) / n, sum(ys) / n
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points.items()) / sum((x - mean_x) ** 2 for x in xs)
+    slope = max(slope, 0.0)
     line = Line(mean_y - slope * mean_x, slope, 0.0)
     largest = max((abs(line.at(x) - y) / abs(y) for x, y in points.items() if y), default=0.0)
     return Line(line.fixed, line.per_layer, largest)

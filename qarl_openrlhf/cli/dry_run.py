@@ -122,5 +122,4 @@ def check_layers(args) -> None:
     config = load_config(args)
     for layer in _planned(args, config)[1].quantized:
         scheme.check_layer(layer.name, layer.out_features, layer.in_features, tp=experts.ranks_of(args, layer))
-        experts.check_groups(args, layer)
     check_config(config, args.actor.model_name_or_path, args.vllm.tensor_parallel_size)

@@ -69,11 +69,6 @@ def expert_slot(path: str, layer: nn.Module, attribute: str, parameter: Tensor, 
     transposed = bool(getattr(parameter, "is_transposed", False))
     experts, *rest = parameter.shape
     shape = list(reversed(rest)) if transposed else rest
-    if transposed and suffix == "weight_scale" and shape[1] == 1:
-        raise NotImplementedError(
-            f"{path}.{attribute}: one group of 4-bit weights an expert and rank, for which vLLM's Marlin experts computed wrong "
-            "products; use a smaller group, a smaller tensor parallel size or expert parallelism"
-        )
     if prefix == "w13_":
         size = shape[0] // 2
         part = ExpertPart(1, rank * size, size, first, count, halves=True)

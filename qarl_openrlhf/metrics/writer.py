@@ -7,9 +7,11 @@ import time
 
 from qarl_openrlhf.data.lines import append_lines
 
+PASS_1 = "_pass1"
+
 
 class MetricsWriter:
-    """Appends to ``<directory>/metrics.jsonl``; lines that are not steps (notes) go to ``notes.jsonl``.
+    """Appends to ``<directory>/metrics.jsonl``; notes go to ``notes.jsonl``, held-out evaluations to ``evaluations.jsonl``.
 
     A resumed run appends to the same file: steps it does again appear twice and the later line counts.
     """
@@ -18,18 +20,36 @@ class MetricsWriter:
         os.makedirs(directory, exist_ok=True)
         self.path = os.path.join(directory, "metrics.jsonl")
         self.notes_path = os.path.join(directory, "notes.jsonl")
+        self.evaluations_path = os.path.join(directory, "evaluations.jsonl")
 
     def write(self, step: int, metrics: dict) -> None:
         """Numbers only; names with a trailing ``/<number>`` (by position, by update) stay flat. NaN and inf become null."""
-        row = {"step": step, "time": time.time()}
-        for name, value in sorted(metrics.items()):
-            number = _number(value)
-            if number is not None or value is None or isinstance(value, float):
-                row[name] = number
-        _append(self.path, row)
+        _append(self.path, _row(step, metrics))
+
+    def evaluation(self, step: int, metrics: dict) -> None:
+        """OpenRLHF's ``eval_<dataset>_<name>`` of the policy after ``step`` (0: the start policy), and a note of its accuracies."""
+        row = _row(step, metrics)
+        _append(self.evaluations_path, row)
+        found = (f"{name.removeprefix('eval_').removesuffix(PASS_1)} {row[name]:.3f}" for name in accuracies(row))
+        if solved := ", ".join(found):
+            self.note(f"evaluation {f'after step {step}' if step else 'of the start policy'}: {solved}")
 
     def note(self, text: str) -> None:
         _append(self.notes_path, {"time": time.time(), "note": text})
+
+
+def accuracies(row: dict) -> list[str]:
+    """Names of an evaluation's mean rewards of one response a prompt, by dataset; those that are numbers."""
+    return [name for name, value in row.items() if name.startswith("eval_") and name.endswith(PASS_1) and value is not None]
+
+
+def _row(step: int, metrics: dict) -> dict:
+    row = {"step": step, "time": time.time()}
+    for name, value in sorted(metrics.items()):
+        number = _number(value)
+        if number is not None or value is None or isinstance(value, float):
+            row[name] = number
+    return row
 
 
 def _append(path: str, row: dict) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure  # no pyplot: no global state, no display
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from qarl_openrlhf.metrics.writer import PASS_1, accuracies
 from qarl_openrlhf.report.runs import Run, mean
 from qarl_openrlhf.report.table import PHASES, phase_seconds
 
@@ -89,6 +90,21 @@ def reward(arms: Arms) -> Figure | None:
     _lines(axis, arms, "rollout/reward_mean")
     axis.set(title="Reward", ylabel="mean reward of the rollouts")
     _legend(axis)
+    return figure
+
+
+def heldout(arms: Arms) -> Figure | None:
+    """Mean reward on held-out prompts (``--eval.dataset``), from the start policy on; a panel a dataset."""
+    evaluated = {arm: [Run(run.directory, run.evaluations) for run in runs] for arm, runs in arms.items()}
+    names = sorted({name for runs in evaluated.values() for run in runs for row in run.rows for name in accuracies(row)})
+    if not names:
+        return None
+    figure, axes = _figure(len(names))
+    for axis, name in zip(axes, names):
+        _lines(axis, evaluated, name)
+        dataset = name.removeprefix("eval_").removesuffix(PASS_1)
+        axis.set(title="Held-out prompts" + (f" ({dataset})" if len(names) > 1 else ""), ylabel="mean reward of a response")
+    _legend(axes[0])
     return figure
 
 
@@ -284,6 +300,7 @@ def kl(arms: Arms) -> Figure | None:
 
 PLOTS = {
     "reward": reward,
+    "heldout": heldout,
     "mismatch": mismatch,
     "mismatch_by_position": mismatch_by_position,
     "step_time": step_time,

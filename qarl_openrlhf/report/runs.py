@@ -22,6 +22,7 @@ class Run:
     directory: Path
     rows: list[dict]
     notes: list[str] = field(default_factory=list)
+    evaluations: list[dict] = field(default_factory=list)  # of held-out data: rows of evaluations.jsonl, step 0 the start policy
 
     @property
     def steps(self) -> list[int]:
@@ -47,18 +48,25 @@ def load_run(directory: str | os.PathLike) -> Run:
     path = directory / "metrics.jsonl"
     if not path.is_file():
         raise ReportError(f"{path} does not exist: is {directory} a run directory (--metrics.dir)?")
+    rows, notes = _read_steps(path)
+    if not rows:
+        raise ReportError(f"{path} has no steps yet")
+    evaluations, more = _read_steps(directory / "evaluations.jsonl")
+    return Run(directory, rows, notes + more, evaluations)
+
+
+def _read_steps(path: Path) -> tuple[list[dict], list[str]]:
+    """Rows in order of their steps, and notes on lines that are none; nothing where there is no file."""
     rows: dict[int, dict] = {}
     notes = []
-    for number, line in enumerate(read_lines(path), 1):
+    for number, line in enumerate(read_lines(path) if path.is_file() else (), 1):
         try:
             row = json.loads(line)
             step = int(row["step"])
             rows[step] = row | {"step": step}
         except (ValueError, TypeError, KeyError, OverflowError):  # OverflowError: a step of Infinity
-            notes.append(f"{path.name} of {directory.name}: line {number} is no step, skipped")
-    if not rows:
-        raise ReportError(f"{path} has no steps yet")
-    return Run(directory, [rows[step] for step in sorted(rows)], notes)
+            notes.append(f"{path.name} of {path.parent.name}: line {number} is no step, skipped")
+    return [rows[step] for step in sorted(rows)], notes
 
 
 def _is_number(value) -> bool:

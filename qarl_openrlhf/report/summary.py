@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.metrics.writer import accuracies
 from qarl_openrlhf.report.collapse import collapse_reason, smoothed
 from qarl_openrlhf.report.discover import UNFINISHED, Entry
 from qarl_openrlhf.report.runs import mean
@@ -24,6 +25,8 @@ LAST = {
 SPREAD = {
     "final_reward": ("final reward", "{:.3f}"),
     "best_reward": ("best reward", "{:.3f}"),
+    "start_heldout": ("held-out, start", "{:.3f}"),
+    "final_heldout": ("held-out, last", "{:.3f}"),
     **{c: (t, f) for c, (_, t, f) in LAST.items()},
     "step_seconds": ("s a step", "{:.1f}"),
 }
@@ -42,6 +45,8 @@ def row(entry: Entry) -> dict:
         "final_reward": mean(rewards[-EDGE:]) if rewards else None,
         "best_reward": max(smoothed(rewards)) if rewards else None,
     }
+    heldout = [mean([e[name] for name in accuracies(e)]) for e in (run.evaluations if run else []) if accuracies(e)]
+    figures |= {"start_heldout": heldout[0] if heldout else None, "final_heldout": heldout[-1] if heldout else None}
     for column, (metric, _, _) in LAST.items():
         values = run.series(metric)[1][-EDGE:] if run else []
         figures[column] = mean(values) if values else None

@@ -30,6 +30,8 @@ def test_a_line_is_found_and_its_residual_is_the_largest_relative_distance():
     bent = fit({1: 1.0, 2: 2.0, 3: 3.6})  # least squares: 1.3 x - 0.4
     assert bent.per_layer == pytest.approx(1.3) and bent.fixed == pytest.approx(-0.4)
     assert bent.residual == pytest.approx(0.2 / 2.0)  # the middle point is 0.2 below the line
+    falling = fit({1: 0.04, 3: 0.03, 5: 0.02})
+    assert falling.per_layer == 0 and falling.at(48) == pytest.approx(0.03) and falling.residual == pytest.approx(0.5)
 
 
 def test_two_depths_make_no_line_and_a_measured_depth_needs_none():

@@ -47,7 +47,7 @@ def ray_head(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_steps(name, tiny_model, flags, tmp_path):
+def test_two_steps(name, tiny_model, flags, prompts, tmp_path):
     run = RUNS[name]
     model = tiny_model(run["family"], hidden=128, tied=run.get("tied", False))
     wanted = flags(model, name) | {
@@ -65,9 +65,11 @@ def test_two_steps(name, tiny_model, flags, tmp_path):
         wanted |= {"algo.kl.init_coef": 0.01, "algo.kl.use_loss": True, "algo.kl.estimator": "k3"}
     if name == LOGGED:
         wanted |= {"logger.wandb.key": "0" * 40, "logger.wandb.run_name": "tiny", "logger.tensorboard_dir": str(tmp_path / "tb")}
+        wanted |= {"eval.dataset": prompts, "eval.steps": 1, "eval.n_samples_per_prompt": 2, "ckpt.best_metric_key": "none"}
     train_qarl.main(argv(wanted))
 
-    rows = load_run(wanted["ckpt.output_dir"]).rows
+    loaded = load_run(wanted["ckpt.output_dir"])
+    rows = loaded.rows
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["sync/checksum_ok"] == 1 and row["sync/bytes"] > 0
@@ -91,6 +93,9 @@ def test_two_steps(name, tiny_model, flags, tmp_path):
         assert os.path.getsize(os.path.join(wanted["ckpt.output_dir"], plot)) > 1000
     if name == LOGGED:
         check_loggers(tmp_path / "tb" / "tiny", rows[-1]["mismatch/abs_logp_mean"])
+        assert [row["step"] for row in loaded.evaluations] == [0, 1, 2]  # 0: the start policy
+        assert all(0 <= row["eval_default_pass1"] <= row["eval_default_pass2"] for row in loaded.evaluations)
+        assert os.path.getsize(os.path.join(wanted["ckpt.output_dir"], "heldout.png")) > 1000
 
 
 def test_workers_have_the_priority_of_the_run_and_not_rays_nice_15():

@@ -40,8 +40,8 @@ def test_one_group_a_rank_is_no_scale_a_channel():
     assert torch.equal(slot.part.of(pushed), pushed[..., 1:])
 
 
-def test_a_gpu_engine_refuses_one_group_a_rank():
-    """Marlin's checkpoint layout [E, K / G, N]; with one group vLLM's kernel multiplies wrongly."""
+def test_a_gpu_engines_scales_of_a_rank():
+    """Marlin's checkpoint layout [E, K / G, N]; also where a rank's share is one group."""
     layer = nn.Module()
     layer.moe_config, layer.local_num_experts = SimpleNamespace(tp_size=2, tp_rank=1, num_experts=4), 4
 
@@ -50,10 +50,11 @@ def test_a_gpu_engine_refuses_one_group_a_rank():
         scale.is_transposed = True
         return gpu_moe.expert_slot(f"{BLOCK}.routed_experts", layer, "w2_weight_scale", scale, quantized=True)
 
-    assert slot(2).shape == (4, 8, 4)
+    for groups in (2, 1):
+        assert slot(groups).shape == (4, 8, 2 * groups)
+        pushed = torch.arange(64.0 * groups).view(4, 8, 2 * groups)
+        assert torch.equal(slot(groups).part.of(pushed), pushed[..., groups:])
     packed = nn.Parameter(torch.zeros(4, 2, 8, dtype=torch.int32), requires_grad=False)
     packed.is_transposed = True
     assert gpu_moe.expert_slot(f"{BLOCK}.routed_experts", layer, "w2_weight_packed", packed, quantized=True).shape == (4, 8, 4)
     assert int_wna16.marlin_moe_permute_scales is vllm_experts.permute_scales  # from now on, for its pushes
-    with pytest.raises(NotImplementedError, match=r"experts\.routed_experts\.w2_weight_scale: one group .* expert parallelism"):
-        slot(1)

@@ -37,8 +37,8 @@ def started(cluster, learner):
 
 @pytest.fixture(scope="module")
 def experts(cluster, started, tmp_path_factory):
-    """A mixture of experts, half of them on each GPU; and the same engine with a half of every expert, two groups, on each."""
-    sizes = MOE | {"moe_intermediate_size": 512}
+    """A mixture of experts, half of them on each GPU; and the same engine with a half of every expert, one group, on each."""
+    sizes = MOE | {"moe_intermediate_size": 256}
     learner = engines.make_learner("qwen3_moe", "w4a16", tmp_path_factory.mktemp("moe"), **sizes)
     learner.model.to(learner_gpu())
     across = dict(ray_gpus=0, tp=2, distributed_executor_backend="mp")

@@ -90,6 +90,27 @@ def test_a_directory_of_runs_gives_table_pictures_and_verdicts(tmp_path, capsys)
     assert "| tbpo | w4a16:rollout | 3 |" in capsys.readouterr().out
 
 
+def test_held_out_accuracy_of_start_and_end(tmp_path):
+    """The mean over data sets; a run may have none, and a killed one leaves half a line."""
+    make_set(tmp_path, {"tbpo": (0.9, 0.02), "gspo": (0.9, 0.02)}, seeds=2)
+    for seed, last in ((0, 0.5), (1, 0.7)):
+        writer = MetricsWriter(str(tmp_path / "tbpo" / "w4a16" / f"seed{seed}"))
+        for step, value in ((0, 0.2), (5, 0.9), (10, last)):
+            more = {"eval_b_pass1": math.nan if step == 5 else value + 0.1, "eval_b_pass4": 1.0, "eval_num_samples": 8.0}
+            writer.evaluation(step, {"eval_a_pass1": value - 0.1} | more)
+        assert "evaluation of the start policy: a 0.100, b 0.300" in open(writer.notes_path).read()
+        with open(writer.evaluations_path, "a") as file:
+            file.write('{"step": 15, "eval_a_pa')
+    cli.main([str(tmp_path)])
+    rows = {(row["objective"], row["seed"]): row for row in csv.DictReader(open(tmp_path / "summary.csv"))}
+    assert float(rows["tbpo", "1"]["start_heldout"]) == pytest.approx(0.2)
+    assert float(rows["tbpo", "1"]["final_heldout"]) == pytest.approx(0.7) and rows["gspo", "0"]["final_heldout"] == ""
+    text = (tmp_path / "summary.md").read_text()
+    assert "held-out, last" in text and "0.200 ± 0.000 | 0.600 ± 0.141" in text
+    assert (tmp_path / "heldout.png").stat().st_size > 1000
+    assert [row["step"] for row in load_run(tmp_path / "tbpo" / "w4a16" / "seed0").evaluations] == [0, 5, 10]
+
+
 def test_failed_and_unfinished_runs_are_in_the_summary(tmp_path):
     make_set(tmp_path, {"tbpo": (0.9, 0.0)}, seeds=1)
     for seed, status in ((1, {"state": "failed", "reason": "exit status 1: SyncError: engine 0"}), (2, {"state": "running"})):

@@ -19,6 +19,8 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def write_run(directory, steps=12, start=0.2, slope=0.05, mismatch=0.05, extra=None):
     writer = MetricsWriter(str(directory))
+    writer.evaluation(0, {"eval_default_pass1": start})
+    writer.evaluation(steps, {"eval_default_pass1": start + slope * steps})
     for step in range(1, steps + 1):
         writer.write(
             step,
@@ -60,7 +62,7 @@ def test_full_run_makes_every_picture_and_a_table(tmp_path):
     report = write_report({"w4a16": [run]}, tmp_path / "out")
     names = sorted(path.stem for path in report.pictures)
     assert names == sorted(
-        ["reward", "mismatch", "mismatch_by_position", "step_time", "in_band", "changed_codes", "entropy", "error_tokens"]
+        ["reward", "heldout", "mismatch", "mismatch_by_position", "step_time", "in_band", "changed_codes", "entropy", "error_tokens"]
         + ["clipping", "weights", "kl"]
         + ["ratio_histogram", "mismatch_histogram", "weight_histogram", "response_ratios", "old_against_current", "regions"]
     )
