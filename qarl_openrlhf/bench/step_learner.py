@@ -10,6 +10,7 @@ import torch
 
 from qarl_openrlhf import patches
 from qarl_openrlhf.bench import step_clock
+from qarl_openrlhf.bench.step_profile import profiled
 from qarl_openrlhf.bench.step_workload import Workload
 from qarl_openrlhf.runtime import free_port
 
@@ -173,21 +174,16 @@ class StepLearner:
             )
         return made
 
-    def measure(self, prompt: int, lengths: list[int], repeats: int = 2) -> dict:
+    def measure(self, prompt: int, lengths: list[int], repeats: int = 2, *, profile: bool = False) -> dict:
         """Train on a rollout of these responses, once to warm up and ``repeats`` times measured.
 
         Returns {tokens, micro_batches, updates, runs: [{phase: seconds}], peak_gib, kernels}. Each run begins as a step does:
-        with the weights of the last publish quantized.
+        with the weights of the last publish quantized. profile: one more run, whose kernels are in "profile".
         """
-        rank = torch.distributed.get_rank()
-        buffer = self.trainer.replay_buffer
         runs: list[dict] = []
+        buffer = self.trainer.replay_buffer
         for repeat in range(repeats + 1):
-            buffer.clear()
-            for experience in self.rollout(prompt, lengths, rank):
-                buffer.append(experience)
-            for _ in self.trainer.published_tensors():
-                pass
+            self._fill(prompt, lengths)
             self.clock.reset()
             self._reset_peak()
             started = time.perf_counter()
@@ -195,7 +191,12 @@ class StepLearner:
             wall = time.perf_counter() - started
             if repeat:
                 runs.append({phase: self.clock.seconds[phase] for phase in step_clock.PHASES} | {"wall": wall})
+        more = {}
+        if profile:
+            self._fill(prompt, lengths)
+            more["profile"] = profiled(lambda: self.trainer.ppo_train(0.0), self.device)
         return {
+            **more,
             "tokens": sum(prompt + n for n in lengths),
             "micro_batches": len(buffer),
             "updates": UPDATES,
@@ -204,6 +205,15 @@ class StepLearner:
             "kernel_calls": {name: value for name, value in metrics.items() if name.startswith("kernels/") and "calls" in name},
             "in_band_before_update": metrics.get("objective/in_band_frac_by_update/0"),
         }
+
+    def _fill(self, prompt: int, lengths: list[int]) -> None:
+        """A rollout in the buffer, and the published weights quantized."""
+        buffer = self.trainer.replay_buffer
+        buffer.clear()
+        for experience in self.rollout(prompt, lengths, torch.distributed.get_rank()):
+            buffer.append(experience)
+        for _ in self.trainer.published_tensors():
+            pass
 
     def _reset_peak(self) -> None:
         if self.device.type == "cuda":

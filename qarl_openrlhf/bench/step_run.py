@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from qarl_openrlhf import runtime
-from qarl_openrlhf.bench import step_learner, sync
+from qarl_openrlhf.bench import step_learner, step_profile, sync
 from qarl_openrlhf.bench import step_table as tables
 from qarl_openrlhf.bench.step_learner import recipe_flags, resolve, samples_for
 from qarl_openrlhf.bench.step_plan import (
@@ -244,10 +244,12 @@ def run_learners(job: Job, results: Results, budget: Budget) -> None:
                 count = job.update_samples * step_learner.UPDATES
                 for kind, name in missing.items():
                     lengths = job.workload.lengths(kind, count * job.world)[rank :: job.world]
-                    figures = learner.measure(job.workload.prompt, lengths, job.args.repeats)
+                    figures = learner.measure(job.workload.prompt, lengths, job.args.repeats, profile=job.args.profile)
                     results.put(name, figures | {"layers": layers})
                     if rank == 0:
                         print(f"{name}: {_learner_line(figures)}", flush=True)
+                        if job.args.profile:
+                            print("\n".join(step_profile.lines(figures["profile"])), flush=True)
             except Exception as error:  # noqa: BLE001 - see above
                 if job.world > 1:
                     raise  # the other ranks would wait for this one

@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", nargs="+", default=list(KINDS), choices=KINDS, help="all of the longest, or a mixture")
     parser.add_argument("--tokens", type=_count, default=22528, help="tokens of a micro-batch of the learner")
     parser.add_argument("--repeats", type=_count, default=2, help="measured rollouts of the learner a depth")
+    parser.add_argument("--profile", action="store_true", help="one more rollout of the learner, for its kernels by device time")
     parser.add_argument("--pushes", type=_count, default=5)
     parser.add_argument("--transport", default="auto", choices=("auto", "ipc", "nccl", "gloo"), help="auto: ipc, on a CPU gloo")
     parser.add_argument("--tp", type=_count, default=1, help="tensor parallel size of the engine (with nccl)")

@@ -49,8 +49,11 @@ def test_a_learner_leaves_nothing_behind(tmp_path):
     directory = sync.write_config(str(tmp_path), "tiny", 1)
     args = step_learner.resolve(directory, "w4a16", "cpu", flags, [])
     learner = step_learner.StepLearner(args, sync.config_of("tiny", 1), "cpu")
-    figures = learner.measure(8, [8, 8, 8, 8], repeats=1)
+    figures = learner.measure(8, [8, 8, 8, 8], repeats=1, profile=True)
     assert figures["tokens"] == 64 and figures["runs"][0][OLD] > 0
+    profile = {row["name"]: row for row in figures["profile"]}
+    assert profile["aten::mm"]["calls"] > 10 and profile["aten::mm"]["ms"] > 0
+    assert [row["ms"] for row in figures["profile"]] == sorted((row["ms"] for row in figures["profile"]), reverse=True)
     held = [weakref.ref(p) for p in learner.trainer.actor.network.parameters()]
     learner.close()
     gc.collect()
