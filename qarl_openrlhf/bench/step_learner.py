@@ -185,7 +185,6 @@ class StepLearner:
         for repeat in range(repeats + 1):
             self._fill(prompt, lengths)
             self.clock.reset()
-            self._reset_peak()
             started = time.perf_counter()
             metrics = self.trainer.ppo_train(0.0)
             wall = time.perf_counter() - started
@@ -201,7 +200,7 @@ class StepLearner:
             "micro_batches": len(buffer),
             "updates": UPDATES,
             "runs": runs,
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None,
+            "peak_gib": metrics.get("memory/learner_peak_gib"),  # of the last measured run and the quantizing before it
             "kernel_calls": {name: value for name, value in metrics.items() if name.startswith("kernels/") and "calls" in name},
             "in_band_before_update": metrics.get("objective/in_band_frac_by_update/0"),
         }
@@ -214,11 +213,8 @@ class StepLearner:
             buffer.append(experience)
         for _ in self.trainer.published_tensors():
             pass
-
-    def _reset_peak(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
 
     def close(self) -> None:
         """Free the device's memory: DeepSpeed's engine and optimizer hold each other, and hooks hold both."""

@@ -92,6 +92,7 @@ def assert_aligned(rows: list[dict], name: str) -> None:
         # log r is exactly 0 for every token before the first update: its mean is, and the mean of r is 1.
         assert row["objective/ppo_kl"] == 0.0 and row["objective/ratio_mean"] == 1.0
         assert row["objective/in_band_frac_by_update/0"] == 1.0
+        assert 0 < row["memory/learner_peak_gib"] <= row["memory/learner_reserved_gib"]
         print(f"{name}: mean |delta logp| to the engine {row['mismatch/abs_logp_mean']:.4f}")
         assert row["mismatch/abs_logp_mean"] < 0.25
     assert rows[-1]["sync/changed_code_frac"] > 0
