@@ -10,15 +10,15 @@
 #      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
 #      QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
 #      QARL_LEARNING_BASE=runs/inputs/SmolLM2-135M-Instruct (its group: QARL_LEARNING_GROUP=64)
-#      QARL_LEARNING_START=0.25 (share solved at which a policy is taught enough)  QARL_LEARNING_SLIPS=0.09 (share of the partial
-#      results that it is taught wrong: it then solves few problems as sampled and most greedily, and has something to learn)
+#      QARL_LEARNING_START=0.25 (share solved at which a policy is taught enough)  QARL_LEARNING_SLIPS (share of the partial
+#      results that it is taught wrong; default: so many that it solves at most 0.35 of its problems as sampled, and most greedily)
 #      QARL_LEARNING_FLAGS="--actor.optim adam" (more flags, every run)  QARL_LEARNING_DEVICE=cuda (cpu: to try the commands)
 set -uo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 known "main objectives schemes" "$@"
 [ $# -gt 0 ] || set -- main objectives schemes
 seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL_LEARNING_STEPS:-60}
-terms=${QARL_LEARNING_TERMS:-16} start=${QARL_LEARNING_START:-0.25} slips=${QARL_LEARNING_SLIPS:-0.09} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
+terms=${QARL_LEARNING_TERMS:-16} start=${QARL_LEARNING_START:-0.25} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
 lr=${QARL_LEARNING_LR:-2e-5} band=${QARL_LEARNING_BAND:-16} runs=${QARL_LEARNING_DIR:-$root/runs/learning}
 base=${QARL_LEARNING_BASE:-} group=${QARL_LEARNING_GROUP:-128}
 [[ $runs == /* ]] || runs=$PWD/$runs
@@ -27,6 +27,7 @@ for name in SECONDS JOBS STEPS TERMS; do
     variable=QARL_LEARNING_$name lower=${name,,}
     need "$variable" "${!lower}" "$count" "a whole number, 1 or more"
 done
+slips=${QARL_LEARNING_SLIPS:-$(awk "BEGIN { printf \"%.3f\", 1 - 0.35 ^ (1 / ($terms > 1 ? $terms - 1 : 1)) }")}
 need QARL_LEARNING_GROUP "$group" "32|64|128" "32, 64 or 128"
 need QARL_LEARNING_SEEDS "$seeds" "[0-9]+(,[0-9]+)*" "whole numbers with commas between them, e.g. 0,1"
 need QARL_LEARNING_DEVICE "$device" "cuda|cpu" "cuda or cpu"
