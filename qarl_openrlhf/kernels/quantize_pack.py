@@ -110,13 +110,13 @@ def engine_group(scale, channel):
 
 
 @triton.jit
-def _w4a8_kernel(w, packed, scales, copy, GROUPS: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr):
+def _w4a8_kernel(w, packed, scales, copy, GROUPS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, COPY: tl.constexpr):
     """One row of groups of 128, in chunks of CHUNK groups: its scales move onto the engine's grid before the codes.
 
-    A group comes in four pieces, so that 4 threads share it and not 16: each repeats the arithmetic of the scale for 32 of its
-    weights.
+    A group comes in pieces of PIECE weights. The fewer, the more threads share it, each of which repeats the arithmetic of the
+    scale; the more, the more weights a thread holds.
     """
-    PIECE: tl.constexpr = 32
+    PIECES: tl.constexpr = 128 // PIECE
     first = tl.program_id(0).to(tl.int64) * GROUPS
     group, column = tl.arange(0, CHUNK), tl.arange(0, PIECE)[None, :]
     word = tl.arange(0, PIECE // 8)[None, :]
@@ -126,7 +126,7 @@ def _w4a8_kernel(w, packed, scales, copy, GROUPS: tl.constexpr, CHUNK: tl.conste
         inside = start + group < GROUPS
         at = (first + start + group)[:, None] * 128 + column
         top = tl.zeros((CHUNK, PIECE), dtype=tl.float32)
-        for piece in tl.static_range(4):
+        for piece in tl.static_range(PIECES):
             x = tl.load(w + at + piece * PIECE, mask=inside[:, None], other=0.0)
             top = larger(top, tl.abs(widen(x)))
             pieces = pieces + (x,)
@@ -145,20 +145,30 @@ def _w4a8_kernel(w, packed, scales, copy, GROUPS: tl.constexpr, CHUNK: tl.conste
         stored = narrow(fine * (channel * 8.0))
         tl.store(scales + at, stored, mask=inside)
         inverse = (1.0 / widen(stored))[:, None]  # a stored scale is at least 2^-24: nothing overflows, as quotient() fears
-        for piece in tl.static_range(4):
+        for piece in tl.static_range(PIECES):
             elements = at[:, None] * 128 + piece * PIECE + column
-            shifted = shifted_int4(round_bf16(widen(pieces[4 * i + piece]) * inverse))
+            shifted = shifted_int4(round_bf16(widen(pieces[PIECES * i + piece]) * inverse))
             store_int4(shifted, packed + at[:, None] * 16 + piece * (PIECE // 8) + word, inside[:, None], CHUNK, PIECE)
             if COPY:
                 operand = round_e4m3((shifted - SHIFT) * fine[:, None])
                 tl.store(copy + elements, narrow(operand * (engines * 8.0)), mask=inside[:, None])
 
 
-def w4a8_launch(groups: int) -> tuple[int, int]:
-    """(groups a chunk, warps) for rows of so many groups: at most 5 chunks, little padding, then most warps."""
-    padded = {w: triton.cdiv(groups, 8 * w) * 8 * w for w in (1, 2, 4, 8, 16) if triton.cdiv(groups, 8 * w) <= 5}
-    warps = max(w for w in padded if padded[w] <= 1.15 * min(padded.values()))
-    return 8 * warps, warps
+def w4a8_launch(groups: int) -> tuple[int, int, int]:
+    """(groups a chunk, weights a piece, warps) for rows of so many groups, 8 weights a thread and piece.
+
+    A thread holds at most 48 weights: with 96 (rows of 12,288 in 4 warps) it takes 189 registers, and 8 warps are all that an SM
+    has room for. Then least padding, then least repeated arithmetic, then least warps.
+    """
+    choices = []
+    for warps in (1, 2, 4, 8, 16, 32):
+        for piece in (32, 64, 128):
+            chunk = 256 * warps // piece
+            padded = triton.cdiv(groups, chunk) * chunk
+            if 4 * padded <= 48 * warps:
+                choices.append((padded, piece, warps, chunk))
+    _, piece, warps, chunk = min(choices)
+    return chunk, piece, warps
 
 
 def row_launch(k: int) -> tuple[int, int]:
@@ -210,8 +220,8 @@ def quantize_w4a8(w: Tensor, copy: bool):
     groups = w.shape[-1] // 128
     if w.numel():
         row_launch(w.shape[-1])  # refuses rows that are too long
-        chunk, warps = w4a8_launch(groups)
-        _w4a8_kernel[(w.numel() // w.shape[-1],)](w, *outputs, groups, chunk, copy, num_warps=warps)
+        chunk, piece, warps = w4a8_launch(groups)
+        _w4a8_kernel[(w.numel() // w.shape[-1],)](w, *outputs, groups, chunk, piece, copy, num_warps=warps)
     return outputs
 
 

@@ -88,6 +88,21 @@ def test_rows_in_several_chunks(name, device):
     check(torch.randn(3, 4608).mul(0.02).bfloat16(), QuantScheme.parse(name), device)
 
 
+@pytest.mark.parametrize("k", [128, 640, 1536, 6144, 8960, 12288, 18944, 32768])
+def test_w4a8_rows_of_every_launch(k, device):
+    """Pieces of 32, 64 and 128 weights, one to three chunks of groups, up to 32 warps, padding."""
+    check(torch.randn(2, k).mul(0.02).bfloat16(), QuantScheme.parse("w4a8"), device, k)
+
+
+def test_w4a8_threads_hold_few_weights():
+    """Of each row that there may be; a row of 12,288 in 4 warps left an SM room for 8 warps."""
+    for groups in range(1, quantize_pack.MAX_ROW // 128 + 1):
+        chunk, piece, warps = quantize_pack.w4a8_launch(groups)
+        chunks = -(-groups // chunk)
+        assert chunk * piece == 256 * warps and 128 % piece == 0
+        assert chunks * (128 // piece) <= 6 and chunks * chunk < groups + chunk
+
+
 def test_rows_too_long_are_refused(device):
     with pytest.raises(ValueError, match="32768"):
         quantize_pack.quantize_row8(torch.zeros(1, 40960, dtype=torch.bfloat16, device=device), True, False)
