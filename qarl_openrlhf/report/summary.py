@@ -45,8 +45,8 @@ def row(entry: Entry) -> dict:
         "final_reward": mean(rewards[-EDGE:]) if rewards else None,
         "best_reward": max(smoothed(rewards)) if rewards else None,
     }
-    heldout = [mean([e[name] for name in accuracies(e)]) for e in (run.evaluations if run else []) if accuracies(e)]
-    figures |= {"start_heldout": heldout[0] if heldout else None, "final_heldout": heldout[-1] if heldout else None}
+    heldout = {e["step"]: mean([e[name] for name in accuracies(e)]) for e in (run.evaluations if run else []) if accuracies(e)}
+    figures |= {"start_heldout": heldout.get(0), "final_heldout": heldout[max(heldout)] if heldout else None}
     for column, (metric, _, _) in LAST.items():
         values = run.series(metric)[1][-EDGE:] if run else []
         figures[column] = mean(values) if values else None
@@ -76,8 +76,9 @@ def markdown(rows: list[dict]) -> str:
         arms.setdefault((r["objective"], r["scheme"]), []).append(r)
     columns = [c for c in SPREAD if any(r[c] is not None for r in rows)]
     lines = [
-        "Mean ± standard deviation over seeds. Rewards: mean of the last five steps (final), best running mean of five steps; the "
-        "other figures are means of the last five steps, seconds those of all steps but the first.",
+        "Mean ± standard deviation over seeds. Rewards: mean of the last five steps (final), best running mean of five steps; "
+        "held-out: mean reward in the evaluation of the start policy and in the last one; the other figures are means of the last "
+        "five steps, seconds those of all steps but the first.",
         "",
         "| objective | scheme | seeds | steps | " + " | ".join(SPREAD[c][0] for c in columns) + " | collapsed |",
         "|---|---|---|---|" + "---|" * (len(columns) + 1),

@@ -101,8 +101,11 @@ def test_held_out_accuracy_of_start_and_end(tmp_path):
         assert "evaluation of the start policy: a 0.100, b 0.300" in open(writer.notes_path).read()
         with open(writer.evaluations_path, "a") as file:
             file.write('{"step": 15, "eval_a_pa')
+    # An asynchronous run does not evaluate its start policy: its first evaluation is no start.
+    MetricsWriter(str(tmp_path / "gspo" / "w4a16" / "seed1")).evaluation(5, {"eval_a_pass1": 0.4})
     cli.main([str(tmp_path)])
     rows = {(row["objective"], row["seed"]): row for row in csv.DictReader(open(tmp_path / "summary.csv"))}
+    assert (rows["gspo", "1"]["start_heldout"], rows["gspo", "1"]["final_heldout"]) == ("", "0.4")
     assert float(rows["tbpo", "1"]["start_heldout"]) == pytest.approx(0.2)
     assert float(rows["tbpo", "1"]["final_heldout"]) == pytest.approx(0.7) and rows["gspo", "0"]["final_heldout"] == ""
     text = (tmp_path / "summary.md").read_text()
