@@ -32,9 +32,8 @@ def check_prompts(args) -> None:
     """ConfigError naming flag, file and line."""
     names = args.data.prompt_dataset.split(",")
     _check_weights(args.data.prompt_probs, len(names))
-    counts = [_rows(args, "data.prompt_dataset", name.strip()) for name in names]
-    for name in args.eval.dataset.split(",") if args.eval.dataset else ():
-        _rows(args, "eval.dataset", name.strip())
+    counts = _sets(args, "data.prompt_dataset", names)
+    _sets(args, "eval.dataset", args.eval.dataset.split(",") if args.eval.dataset else [])
     # With --data.prompt_probs the sets are repeated; a set that is not a local file has an unknown size.
     if args.data.prompt_probs or None in counts:
         return
@@ -58,8 +57,24 @@ def _check_weights(text: str | None, sets: int) -> None:
         raise ConfigError(f"--data.prompt_probs {text}: give one number for each of the {sets} sets of --data.prompt_dataset, with commas between")
 
 
-def _rows(args, flag: str, name: str) -> int | None:
-    """Rows of a local file; None for what is not one."""
+def _sets(args, flag: str, names: list[str]) -> list[int | None]:
+    """Rows of each set. ConfigError where a key has another type in one file than in another: OpenRLHF makes one set of them."""
+    counts, first = [], {}
+    for name in (name.strip() for name in names):
+        columns: dict[str, type] = {}
+        counts.append(_rows(args, flag, name, columns))
+        for key, kind in columns.items():
+            other, theirs = first.setdefault(key, (name, kind))
+            if theirs is not kind:
+                raise ConfigError(
+                    f"--{flag}: {key!r} is {theirs.__name__} in {other} and {kind.__name__} in {name}, which cannot be put together: "
+                    "use strings in both, or leave the key out of one"
+                )
+    return counts
+
+
+def _rows(args, flag: str, name: str, columns: dict[str, type]) -> int | None:
+    """Rows of a local file; None for what is not one. columns: see ``count_rows``."""
     path = name.split("@")[0].strip()
     extension = os.path.splitext(path)[1]
     if os.path.isdir(path) and not _has_files(path):
@@ -77,7 +92,7 @@ def _rows(args, flag: str, name: str) -> int | None:
     split = args.data.prompt_split if group == "data" else args.eval.split
     if split not in ("train", "", None):
         raise ConfigError(f"--{'data.prompt_split' if group == 'data' else 'eval.split'} {split}: a local file such as {path} is all of split train: use train")
-    count = count_rows(f"--{flag} {path}", path, args.data)
+    count = count_rows(f"--{flag} {path}", path, args.data, columns)
     if count == 0:
         raise ConfigError(f"--{flag} {path} has no rows: give a file with prompts")
     return count

@@ -10,11 +10,12 @@ from qarl_openrlhf.config import ConfigError
 LIMIT = 200_000  # rows that are looked at, about two seconds; the rest of a larger file is only counted
 
 
-def count_rows(owner: str, path: str, data) -> int | None:
+def count_rows(owner: str, path: str, data, columns: dict[str, type] | None = None) -> int | None:
     """Rows of ``path``; None where a format is not counted. ConfigError for the first row that cannot be used.
 
     Args:
-        owner: flag and file, for messages; data: the ``--data.*`` arguments.
+        owner: flag and file, for messages; data: the ``--data.*`` arguments; columns: filled with the type of each key of a JSON
+        file whose values are all text, all whole numbers or all truth values.
     """
     kind = path.rsplit(".", 1)[1]
     if kind == "arrow":
@@ -22,13 +23,19 @@ def count_rows(owner: str, path: str, data) -> int | None:
     if kind == "parquet":
         return _parquet(owner, path, data)
     checker = RowChecker(owner, data)
+    types: dict[str, set[type]] = {}
     count = 0
     try:
         for count, (place, row) in enumerate(_csv(path) if kind == "csv" else _json(owner, path), 1):
             if row is not None:
                 checker.check(place, row)
+                for key, value in row.items():
+                    types.setdefault(key, set()).add(type(value))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{owner} cannot be read after row {count}: {error}; save it as UTF-8") from None
+    if columns is not None and kind != "csv":
+        found = {key: seen - {type(None)} for key, seen in types.items()}
+        columns |= {key: seen.pop() for key, seen in found.items() if len(seen) == 1 and seen <= {str, int, bool}}
     return count
 
 

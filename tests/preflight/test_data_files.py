@@ -1,5 +1,6 @@
 """Prompt files and directories that a run cannot use are named, with the line, before Ray starts."""
 
+import itertools
 import os
 from types import SimpleNamespace as N
 
@@ -145,3 +146,31 @@ def test_evaluation_prompts_are_read_too(tmp_path):
     args.eval.dataset = str(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="--eval.dataset .* does not exist"):
         check_prompts(args)
+
+
+@pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
+def test_files_that_the_loader_cannot_put_together(tmp_path, flag):
+    """Judged as the loader of data sets does: a key may be missing or null in one file, but not of two types."""
+    from datasets import concatenate_datasets, load_dataset
+
+    one = '"input": "1 + 1 =", "label": "2"'
+    rows = {
+        "none": "{%s}" % one, "null": '{%s, "datasource": null}' % one, "text": '{%s, "datasource": "a"}' % one,
+        "whole": '{%s, "datasource": 1}' % one, "truth": '{%s, "datasource": true}' % one,
+    }  # fmt: skip
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{row}\n" * 3)
+    loaded = {
+        name: load_dataset("json", data_files=str(tmp_path / f"{name}.jsonl"), cache_dir=str(tmp_path / "cache"))["train"] for name in rows
+    }
+    for name, other in itertools.product(rows, rows):
+        args = arguments(tmp_path / "none.jsonl")
+        group, _, last = flag.partition(".")
+        setattr(getattr(args, group), last, f"{tmp_path / name}.jsonl,{tmp_path / other}.jsonl")
+        try:
+            concatenate_datasets([loaded[name], loaded[other]])
+        except ValueError:
+            with pytest.raises(ConfigError, match=f"--{flag}: 'datasource' is .* in .*{name}.jsonl and .* in .*{other}.jsonl"):
+                check_prompts(args)
+        else:
+            check_prompts(args)
