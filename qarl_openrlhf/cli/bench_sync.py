@@ -66,11 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--schemes", nargs="+", default=["bf16", "w4a16"])
     parser.add_argument("--transport", default="nccl", choices=("nccl", "ipc", "gloo"))
     parser.add_argument("--pushes", type=_count, default=20)
-    parser.add_argument("--layers", type=int, help="fewer decoder layers")
+    parser.add_argument("--layers", type=_count, help="fewer decoder layers")
     parser.add_argument("--learner_ranks", type=_count, default=1, help="GPUs (gloo: processes) that share the master weights")
     parser.add_argument("--tp", type=_count, default=1, help="tensor parallel size of the engine")
     parser.add_argument("--expert_parallel", action="store_true", help="the engine's ranks hold whole experts, not parts of each")
-    parser.add_argument("--bucket_mb", type=int, default=512)
+    parser.add_argument("--bucket_mb", type=_count, default=512)
     parser.add_argument("--verify", default="checksum", choices=("checksum", "off"))
     parser.add_argument("--openrlhf", action="store_true", help="also OpenRLHF's own BF16 push, one RPC a parameter")
     parser.add_argument("--decode", action="store_true", help="decode speed after the first and after the last push")
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 1")
     return int(text)
 
