@@ -55,7 +55,7 @@ def host_parts(args, shape: ModelShape) -> list[HostPart]:
     kept = layer * (2 if args.actor.gradient_checkpointing_enable else shape.layers)
     chunk = args.actor.logprob_chunk * ranks
     logits = LOGITS * (min(chunk, tokens) if chunk else tokens) * shape.vocabulary
-    if 0 < chunk < tokens:  # lm_head's gradient, summed in float32, beside a chunk's
+    if chunk:  # lm_head's gradient, summed in float32, beside a chunk's
         logits += 6 * shape.vocabulary * shape.hidden * ranks
     parts.append(HostPart("activations, logits", kept + logits, shorter))
     published = int(shape.quantized * packed_bytes(scheme)) + 2 * (p - shape.quantized)

@@ -62,6 +62,7 @@ def test_flags_move_the_part_that_they_are_about(flags, tiny_model, monkeypatch)
     whole, chunked = before["activations, logits"], parts(actor__logprob_chunk=16)["activations, logits"]
     tokens = micro_batch_tokens(resolved(base))  # lm_head's gradient is summed in float32 beside a chunk's
     assert whole - chunked == 12 * 49152 * (tokens - 16) - 6 * 49152 * 576
+    assert parts(actor__logprob_chunk=10 * tokens)["activations, logits"] == whole + 6 * 49152 * 576  # one chunk is summed, too
     assert parts(quant__cache="packed").keys() - before.keys() == {"quantization cache (packed)"}
     assert parts(quant__cache="packed")["quantization cache (packed)"] < before["quantization cache (dequant)"]
     assert parts(vllm__num_engines=2)["KV cache"] == 2 * before["KV cache"] == 2 * GIB

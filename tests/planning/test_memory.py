@@ -1,10 +1,12 @@
 """The estimate against what is measured: the cache's own bytes, the published tensors, the optimizer of the recipe."""
 
 import dataclasses
+from types import SimpleNamespace as N
 
 import pytest
 import torch
 
+from qarl_openrlhf.planning import memory
 from qarl_openrlhf.planning.memory import GIB, Estimate, ModelShape, Part, cache_bytes, packed_bytes
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.scheme import QuantScheme
@@ -62,3 +64,20 @@ def test_tied_embeddings_count_once():
     shape = ModelShape.of(model, report, model.config)
     assert shape.parameters == sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
     assert dataclasses.is_dataclass(shape) and next(model.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "kernel, dtype, chunk, a_logit, sums",
+    [
+        ("auto", "bf16", 0, 12, 0),
+        ("auto", "bf16", 64, 2, 1),
+        ("auto", "bf16", 512, 2, 1),  # a micro-batch that is one chunk has lm_head's gradient in float32 as well
+        ("torch", "bf16", 64, 12, 1),
+        ("auto", "fp16", 64, 12, 1),  # no kernel of ours: dispatch.on_card
+    ],
+)
+def test_logits_of_a_chunk(kernel, dtype, chunk, a_logit, sums):
+    _, shape = converted("qwen3", "w4a16:g64", "packed")
+    args = N(actor=N(logprob_chunk=chunk), quant=N(kernel=kernel), ds=N(param_dtype=dtype))
+    part = memory._logits(args, shape, 256, "training", "micro-batch")
+    assert part.bytes == a_logit * shape.vocabulary * min(256, chunk or 256) + sums * 6 * shape.vocabulary * shape.hidden
