@@ -4,6 +4,7 @@ from qarl_openrlhf.bench import sync
 from qarl_openrlhf.bench.step_plan import Model
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.architecture import meta_model
+from qarl_openrlhf.planning.host_memory import ENGINE, PROCESS, REST
 from qarl_openrlhf.planning.memory import CONTEXT, ENGINE_WORK, USABLE, cache_bytes, gib, packed_bytes
 from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
@@ -48,16 +49,37 @@ def check(args, scheme: str, card: int | None) -> None:
             )
 
 
+def check_host(args, scheme: str, machine: int) -> None:
+    """ConfigError for a run on a CPU whose processes do not fit ``machine`` bytes of main memory."""
+    model, parsed = Model.of(args.shape, args.layers, scheme), QuantScheme.parse(scheme)
+    shape = model.shape
+    held, kept = _held(args, model, parsed)
+    published = int(shape.quantized * packed_bytes(parsed)) + 2 * (shape.parameters - shape.quantized)
+    processes = REST + args.learner_ranks * PROCESS + args.tp * ENGINE
+    need = 2 * held + args.learner_ranks * kept + published + processes
+    if need > machine:
+        raise ConfigError(
+            f"--shape {args.shape} in {scheme} on a CPU: {args.learner_ranks} learner processes and an engine need about {gib(need)} of "
+            f"main memory, this machine has {gib(machine)}: use --shape tiny or tiny-moe, fewer --layers or --learner_ranks"
+        )
+
+
 def learner_bytes(args, scheme: str) -> int:
     """Of rank 0: its shard, what is gathered, the quantized weights that it keeps, the buckets."""
     model, parsed = Model.of(args.shape, args.layers, scheme), QuantScheme.parse(scheme)
     shape, packed = model.shape, packed_bytes(parsed)
-    weights, kept = shape.parameters, cache_bytes(parsed, "packed", shape)
-    if sync.SHAPES[args.shape].get("num_experts"):  # one layer of them is held
-        weights -= (shape.layers - 1) * model.layer_weights
-        kept //= shape.layers
+    weights, kept = _held(args, model, parsed)
     gathered = 2 * 2 * max(shape.largest, shape.largest_other) if args.learner_ranks > 1 else 0
     return int(2 * weights / args.learner_ranks) + gathered + kept + _buckets(args, shape, packed) + CONTEXT
+
+
+def _held(args, model: Model, parsed: QuantScheme) -> tuple[int, int]:
+    """(parameters that all learner ranks hold together, bytes of quantized weights that each keeps)."""
+    weights, kept = model.shape.parameters, cache_bytes(parsed, "packed", model.shape)
+    if sync.SHAPES[args.shape].get("num_experts"):  # one layer of them is held
+        weights -= (model.shape.layers - 1) * model.layer_weights
+        kept //= model.shape.layers
+    return weights, kept
 
 
 def engine_bytes(args, scheme: str) -> int:

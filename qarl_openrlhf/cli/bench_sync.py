@@ -30,6 +30,7 @@ from qarl_openrlhf import runtime
 from qarl_openrlhf.bench import sync, sync_ranks, sync_room
 from qarl_openrlhf.bench.step_plan import runnable
 from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.planning.host_memory import machine_bytes
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -110,6 +111,8 @@ def _refuse(parser: argparse.ArgumentParser, args, device: str, need: int) -> No
         card = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
         for scheme in args.schemes:
             sync_room.check(args, scheme, card)
+            if device == "cpu":
+                sync_room.check_host(args, scheme, machine_bytes())
     except (ConfigError, QuantError) as error:
         parser.error(str(error))
 

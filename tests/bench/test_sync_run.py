@@ -41,6 +41,7 @@ def ends_ray():
             ["--shape", "tiny-moe", "--tp", "2", "--schemes", "w4a16", "--transport", "gloo"],
             "experts.down_proj [512, 128] cannot run w4a16 at TP 2",
         ),
+        (["--transport", "gloo", "--shape", "tiny", "--learner_ranks", "100000"], "100000 learner processes and an engine need about"),
         (["--transport", "gloo", "--schemes", "w4a8"], "w4a8 needs a GPU engine"),
         (["--transport", "gloo", "--schemes", "w5"], "'w5' is unknown"),
     ],
@@ -67,6 +68,16 @@ def test_what_does_not_fit_is_said_with_what_would():
     with pytest.raises(QuantError, match=r"down_proj \[2048, 768\] cannot run w4a16 at TP 4"):
         check("--shape 30b-a3b --tp 4", "w4a16", 80)
     check("--shape 30b-a3b --tp 4 --expert_parallel", "w4a16", 80)  # experts stay whole
+
+
+def test_what_a_cpu_run_needs_of_main_memory():
+    def check(words: str, scheme: str, gib: int) -> None:
+        sync_room.check_host(bench_sync._parser().parse_args(words.split()), scheme, gib * 2**30)
+
+    check("--shape tiny-moe --learner_ranks 2", "bf16", 8)
+    check("--shape 8b --layers 2", "w4a16", 16)
+    with pytest.raises(ConfigError, match="8b in bf16 on a CPU: 1 learner processes .* need about 3[2-9].* has 16.*--shape tiny or tiny-moe, fewer"):
+        check("--shape 8b", "bf16", 16)
 
 
 def test_results_of_different_runs_have_different_names(monkeypatch):
