@@ -32,12 +32,6 @@ def require(flat) -> None:
             "no reward: give --reward.remote_url (a Python file with reward_func, or a URL), --reward.model_name_or_path, "
             "or --train.agent_func_path"
         )
-    scores = getattr(flat, "reward.remote_url") or getattr(flat, "train.agent_func_path")
-    if getattr(flat, "eval.dataset") and getattr(flat, "eval.steps") != -1 and not scores:
-        raise ConfigError(
-            "--eval.dataset with --reward.model_name_or_path: OpenRLHF does not score held-out responses by a reward model; use "
-            "--reward.remote_url, or leave --eval.steps out"
-        )
     if flat.use_ms and importlib.util.find_spec("modelscope") is None:
         raise ConfigError("--use_ms needs the package modelscope, which is not installed: install it, or drop the flag")
 

@@ -107,10 +107,6 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--sync.transport", "nccl"], "does not work on a CPU: use gloo"),
         (["--vllm.num_engines", "0"], "--vllm.num_engines is missing: at least 1"),
         (["--reward.remote_url", ""], "no reward"),
-        (
-            ["--reward.remote_url", "", "--reward.model_name_or_path", "some/model", "--eval.dataset", "held.jsonl", "--eval.steps", "5"],
-            "does not score held-out responses by a reward model",
-        ),
         (["--data.prompt_dataset", ""], "--data.prompt_dataset is missing"),
         (["--preset", "no_such"], "unknown preset 'no_such'"),
         (["--quant.scheme", "w8a8", "--vllm.tensor_parallel_size", "2"], "not be aligned"),
