@@ -23,9 +23,15 @@ PHASE_COLORS = {
 Arms = dict[str, list[Run]]
 
 
-def _figure(panels: int, width: float = 5.4, height: float = 3.6) -> tuple[Figure, list]:
-    figure = Figure(figsize=(width * panels, height), dpi=130, layout="constrained")
-    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+def _figure(panels: int, width: float = 5.4, height: float = 3.6, across: int | None = None) -> tuple[Figure, list]:
+    """across: panels in a row at most; default: all of them."""
+    columns = min(panels, across or panels)
+    rows = -(-panels // columns)
+    figure = Figure(figsize=(width * columns, height * rows), dpi=130, layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis in axes[panels:]:
+        axis.remove()
+    axes = axes[:panels]
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", color="#e4e4e4", linewidth=0.8)
@@ -99,10 +105,10 @@ def heldout(arms: Arms) -> Figure | None:
     names = sorted({name for runs in evaluated.values() for run in runs for row in run.rows for name in accuracies(row)})
     if not names:
         return None
-    figure, axes = _figure(len(names))
+    figure, axes = _figure(len(names), across=4)  # rows may name many sources
     for axis, name in zip(axes, names):
         _lines(axis, evaluated, name)
-        dataset = name.removeprefix("eval_").removesuffix(PASS_1)
+        dataset = name.removeprefix("eval_").removesuffix(PASS_1).replace("$", r"\$")  # no formula
         axis.set(title="Held-out prompts" + (f" ({dataset})" if len(names) > 1 else ""), ylabel="mean reward of a response")
     _legend(axes[0])
     return figure

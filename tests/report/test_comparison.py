@@ -9,7 +9,7 @@ import pytest
 
 from qarl_openrlhf.cli import report as cli
 from qarl_openrlhf.metrics.writer import MetricsWriter
-from qarl_openrlhf.report import load_run
+from qarl_openrlhf.report import load_run, write_report
 from qarl_openrlhf.report.collapse import collapse_reason
 from qarl_openrlhf.report.discover import arms, entries_below, identify
 
@@ -112,6 +112,18 @@ def test_held_out_accuracy_of_start_and_end(tmp_path):
     assert "held-out, last" in text and "0.200 ± 0.000 | 0.600 ± 0.141" in text
     assert (tmp_path / "heldout.png").stat().st_size > 1000
     assert [row["step"] for row in load_run(tmp_path / "tbpo" / "w4a16" / "seed0").evaluations] == [0, 5, 10]
+
+
+def test_many_held_out_sets_of_any_name_make_one_picture(tmp_path):
+    from matplotlib.image import imread
+
+    make_set(tmp_path, {"tbpo": (0.9, 0.02)}, seeds=1)
+    directory = tmp_path / "tbpo" / "w4a16" / "seed0"
+    names = [r"costs $\no_formula$", "a/b c", "", *map(str, range(10))]
+    MetricsWriter(str(directory)).evaluation(1, {f"eval_{name}_pass1": 0.5 for name in names})
+    write_report({"tbpo": [directory]}, tmp_path)
+    height, width, _ = imread(tmp_path / "heldout.png").shape
+    assert 0.5 < width / height < 2  # four rows of four
 
 
 def test_failed_and_unfinished_runs_are_in_the_summary(tmp_path):
