@@ -116,6 +116,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     args.sync.transport = choose_transport(args, device)
     _check_schedulers(args)
     _check_logprob_chunk(args)
+    _check_evaluation(args)
     _check_dynamic_batches(args)
     _check_muon(args, typed)
     check_low_bit(args)
@@ -186,6 +187,15 @@ def _check_dynamic_batches(args) -> None:
         )
     if args.ds.deepcompile:
         raise ConfigError("--train.dynamic_batch_enable with --ds.deepcompile: DeepSpeed cannot accumulate there; drop one of them")
+
+
+def _check_evaluation(args) -> None:
+    """OpenRLHF takes either flag without the other, and then evaluates nothing."""
+    wanted = args.eval.steps not in (-1, float("inf"))
+    if wanted and not args.eval.dataset:
+        raise ConfigError(f"--eval.steps {args.eval.steps} evaluates nothing without held-out prompts: add --eval.dataset FILE")
+    if args.eval.dataset and not wanted:
+        raise ConfigError(f"--eval.dataset {args.eval.dataset} is never evaluated: add --eval.steps N")
 
 
 def _check_logprob_chunk(args) -> None:

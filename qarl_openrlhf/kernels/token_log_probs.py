@@ -67,7 +67,9 @@ def _gradient_kernel(
     by_log_prob = tl.load(gradients + row * columns)
     if ENTROPY:
         by_entropy = tl.load(gradients + row * 2 + 1)
-        d = ((log_p + tl.load(values + row * 2 + 1)) * (-by_entropy) - by_log_prob) * tl.exp(log_p)
+        p = tl.exp(log_p)
+        d = ((log_p + tl.load(values + row * 2 + 1)) * (-by_entropy) - by_log_prob) * p
+        d = tl.where(p == 0.0, 0.0, d)  # a logit of -inf
     else:
         d = tl.exp(log_p) * (-by_log_prob)
     d = tl.where(at == tl.load(targets + row), d + by_log_prob, d)

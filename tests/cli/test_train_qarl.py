@@ -103,6 +103,8 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--objective.name", "tbpo", "--objective.is_cap", "-1"], "is_cap"),
         (["--objective.band_scale", "2"], "without --objective.name"),
         (["--rollout.top_p", "0.9"], "allow_truncated_sampling"),
+        (["--eval.steps", "5"], "--eval.steps 5 evaluates nothing without held-out prompts: add --eval.dataset FILE"),
+        (["--eval.dataset", "held.jsonl"], "--eval.dataset held.jsonl is never evaluated: add --eval.steps N"),
         (["--ds.ring_attn_size", "2"], "flash-attn"),
         (["--sync.transport", "nccl"], "does not work on a CPU: use gloo"),
         (["--vllm.num_engines", "0"], "--vllm.num_engines is missing: at least 1"),

@@ -66,17 +66,19 @@ def test_gradient_is_the_references_to_one_rounding(device):
     torch.testing.assert_close(logits, theirs, atol=1e-6, rtol=2**-7)
 
 
-def test_logits_far_apart_and_rows_of_a_wider_tensor(device):
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_far_apart_and_rows_of_a_wider_tensor(entropy, device):
     wide = torch.full((3, 5000), float("nan"), dtype=BF16, device=device)
     logits = wide[:, :4500]
     logits.copy_(torch.linspace(-3e4, 3e4, 4500).to(BF16))
     logits[1] = -torch.inf
     logits[1, 4400] = 2.0  # all of the probability
     targets = torch.tensor([4499, 4400, 0], device=device)
-    values, lse = token_log_probs(logits, targets, 1.0, False)
+    values, lse = token_log_probs(logits, targets, 1.0, entropy)
     want, want_lse, _ = exact(logits, targets, torch.ones(3, 2, device=device), 1.0, False)
-    torch.testing.assert_close(values.double(), want, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(values[:, :1].double(), want, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-6, rtol=1e-6)
+    assert not entropy or values[1, 1] == 0  # one token has all of the probability
     token_log_probs_backward_(logits, targets, values, lse, torch.ones_like(values), 1.0)
     assert logits.isfinite().all() and wide[:, 4500:].isnan().all()
     assert logits[1, 4400] == 0 and logits[2, 0] == 1
