@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from qarl_openrlhf.report import load_run
-from tests.processes import command_line, with_words
+from tests.processes import command_line, wait_for
 from tests.tiny_models import save_tiny_model
 
 from .conftest import HERE, argv
@@ -60,8 +60,7 @@ class Run:
 
     def named(self, words: str) -> psutil.Process:
         """The one process of the run with these words in its command line."""
-        [process] = with_words(words, self.alive())
-        return process
+        return wait_for(words, self.alive)
 
     def wait_for_steps(self, count: int, timeout: float = 400) -> None:
         until = time.monotonic() + timeout

