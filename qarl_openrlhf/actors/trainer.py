@@ -99,7 +99,6 @@ class ReportingTrainer:
         self.metrics_writer.write(global_step, logs)
         super().save_logs_and_checkpoints(global_step, logs | ({"generated_samples": sample} if sample else {}), client_states)
 
-
     def save_best_checkpoint(self, eval_metrics, global_step: int, client_states=None) -> None:
         """After each evaluation, which OpenRLHF shows in wandb and tensorboard alone."""
         if eval_metrics:
