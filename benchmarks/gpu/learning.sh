@@ -8,26 +8,27 @@
 # Stopped or out of time, the same command goes on from the last checkpoints. Tables and pictures: runs/learning/summary.md
 # env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on each GPU of CUDA_VISIBLE_DEVICES)
 #      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
+#      QARL_LEARNING_PROMPTS=16 (a step; 16 responses each, eight updates)  QARL_LEARNING_ARMS=tbpo,grpo_tis (of main)
 #      QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
 #      QARL_LEARNING_BASE=runs/inputs/SmolLM2-135M-Instruct (its group: QARL_LEARNING_GROUP=64)
-#      QARL_LEARNING_START=0.25 (share solved at which a policy is taught enough)  QARL_LEARNING_SLIPS (share of the partial
-#      results that it is taught wrong; default: so many that it solves at most 0.35 of its problems as sampled, and most greedily)
+#      QARL_LEARNING_START=0.3 (share solved at which a policy is taught enough)  QARL_LEARNING_SLIPS (share of the partial
+#      results that it is taught wrong; default: so many that it solves at most 0.5 of its problems as sampled, and most greedily)
 #      QARL_LEARNING_FLAGS="--actor.optim adam" (more flags, every run)  QARL_LEARNING_DEVICE=cuda (cpu: to try the commands)
 set -uo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 known "main objectives schemes" "$@"
 [ $# -gt 0 ] || set -- main objectives schemes
 seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL_LEARNING_STEPS:-60}
-terms=${QARL_LEARNING_TERMS:-16} start=${QARL_LEARNING_START:-0.25} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
+terms=${QARL_LEARNING_TERMS:-16} start=${QARL_LEARNING_START:-0.3} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
 lr=${QARL_LEARNING_LR:-2e-5} band=${QARL_LEARNING_BAND:-16} runs=${QARL_LEARNING_DIR:-$root/runs/learning}
-base=${QARL_LEARNING_BASE:-} group=${QARL_LEARNING_GROUP:-128}
+base=${QARL_LEARNING_BASE:-} group=${QARL_LEARNING_GROUP:-128} prompts=${QARL_LEARNING_PROMPTS:-16} arms=${QARL_LEARNING_ARMS:-tbpo,grpo_tis}
 [[ $runs == /* ]] || runs=$PWD/$runs
 [[ -z $base || $base == /* ]] || base=$PWD/$base
-for name in SECONDS JOBS STEPS TERMS; do
+for name in SECONDS JOBS STEPS TERMS PROMPTS; do
     variable=QARL_LEARNING_$name lower=${name,,}
     need "$variable" "${!lower}" "$count" "a whole number, 1 or more"
 done
-slips=${QARL_LEARNING_SLIPS:-$(awk "BEGIN { printf \"%.3f\", 1 - 0.35 ^ (1 / ($terms > 1 ? $terms - 1 : 1)) }")}
+slips=${QARL_LEARNING_SLIPS:-$(awk "BEGIN { printf \"%.3f\", 1 - 0.5 ^ (1 / ($terms > 1 ? $terms - 1 : 1)) }")}
 need QARL_LEARNING_GROUP "$group" "32|64|128" "32, 64 or 128"
 need QARL_LEARNING_SEEDS "$seeds" "[0-9]+(,[0-9]+)*" "whole numbers with commas between them, e.g. 0,1"
 need QARL_LEARNING_DEVICE "$device" "cuda|cpu" "cuda or cpu"
@@ -41,35 +42,28 @@ gpus=${#cards[@]}
 policy=$root/runs/inputs/sums-$terms${base:+-$(basename "$base")}
 w4a16=w4a16
 [ "$group" = 128 ] || w4a16=w4a16:g$group
-# A small policy made from nothing solves as many sums in 4 bits as in BF16: all arms start from the same one. SmolLM2's weights,
-# taught in BF16, solve 0.55 of them and rounded to 4 bits 0.002: the arms that sample in 4 bits start from a policy that was
-# taught through its 4-bit weights.
-teach() { # SCHEME CARD; status 1 if it failed
-    local size=(--layers 8 --hidden 512 --intermediate 1536 --lr 5e-4 --steps 6000 --check_every 50)
-    [ -z "$base" ] || size=(--base "$base" --scheme "$1" --lr 5e-5 --steps 2000 --check_every 25)
-    [ "$gpus" = 1 ] || local -x CUDA_VISIBLE_DEVICES=$2
-    piece "the policy ($1)" "$seconds" "$python" -m qarl_openrlhf.data.small_qwen3 "$policy${base:+-${1//:/-}}" --device "$device" \
-        --style steps --config "min_terms=$terms" "max_terms=$terms" min_digits=2 max_digits=2 --prompts 4096 --heldout 256 \
-        "${size[@]}" --slips "$slips" --stop_at "$start"
-    [ ${#failed[@]} -eq 0 ]
-}
+# All arms start from one policy. A small one made from nothing solves as many sums in 4 bits as in BF16. SmolLM2's weights, taught
+# in BF16, solve 0.55 of them and rounded to 4 bits 0.002: it is taught in both, step by step in turn.
+size=(--layers 8 --hidden 512 --intermediate 1536 --lr 5e-4 --steps 6000 --check_every 50)
+[ -z "$base" ] || size=(--base "$base" --scheme "$w4a16" --both --lr 5e-5 --steps 3000 --check_every 100)
 length=$((12 * terms + 64))
 placement=()
 if [ "$device" = cuda ]; then
     # Runs side by side share the GPU: each engine takes a fixed KV cache and does not measure free memory, which the others
     # change. No compilation and twelve graphs: half a minute less to start.
     graphs='{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512]}'
-    engine='{"max_num_seqs": 512, "kv_cache_memory_bytes": 2147483648, "compilation_config": '"$graphs"'}'
+    engine='{"max_num_seqs": 512, "kv_cache_memory_bytes": 1610612736, "compilation_config": '"$graphs"'}'
     placement=(--train.colocate_all --vllm.gpu_memory_utilization 0.05 --vllm.engine_args "$engine" --ds.packing_samples
-        --train.dynamic_batch_enable --train.max_tokens_per_gpu 16384 --rollout.max_tokens_per_gpu 16384)
+        --train.dynamic_batch_enable --train.max_tokens_per_gpu 8192 --rollout.max_tokens_per_gpu 8192)
 fi
-# 32 prompts x 16 responses a step, eight updates of 64 responses, as many updates a rollout as in the paper.
+# Eight updates of an eighth of the responses each, as many a rollout as in the paper.
+batch=$((prompts * 2))
 shared=(--device "$device" ${placement[@]+"${placement[@]}"} --objective.band_scale "$band"
     --reward.remote_url "$root/qarl_openrlhf/rewards/reasoning_gym.py"
-    --data.input_key input --data.label_key label --data.max_samples $((steps * 32))
+    --data.input_key input --data.label_key label --data.max_samples $((steps * prompts))
     --data.max_len $((2 * length)) --rollout.max_new_tokens "$length"
-    --rollout.batch_size 32 --rollout.n_samples_per_prompt 16 --rollout.micro_batch_size 64
-    --train.batch_size 64 --train.micro_batch_size 64 --algo.advantage.estimator group_norm
+    --rollout.batch_size "$prompts" --rollout.n_samples_per_prompt 16 --rollout.micro_batch_size "$batch"
+    --train.batch_size "$batch" --train.micro_batch_size "$batch" --algo.advantage.estimator group_norm
     --eval.steps 10 --eval.n_samples_per_prompt 2 --eval.temperature 1.0 --ckpt.best_metric_key none
     --actor.adam.lr "$lr" --actor.lr_scheduler constant --actor.lr_warmup_ratio 0 --ds.zero_stage 2
     --actor.num_nodes 1 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1
@@ -82,7 +76,7 @@ plan() {
         case $group in
             main)
                 for seed in ${seeds//,/ }; do
-                    for arm in tbpo grpo_tis; do
+                    for arm in ${arms//,/ }; do
                         for scheme in bf16 "$w4a16:rollout" "$w4a16"; do echo "$seed $scheme $arm"; done
                     done
                 done
@@ -94,18 +88,15 @@ plan() {
 }
 
 deadline=$(($(date +%s) + seconds))
-if [ -z "$base" ]; then teach bf16 "${cards[0]:-}"; else
-    teach "$w4a16" "${cards[0]:-}" &
-    teach bf16 "${cards[gpus - 1]:-}"
-    wait $! || failed+=("the policy ($w4a16)")
-fi
+piece "the policy" "$seconds" env ${cards[0]:+CUDA_VISIBLE_DEVICES="${cards[0]}"} "$python" -m qarl_openrlhf.data.small_qwen3 "$policy" \
+    --device "$device" --style steps --config "min_terms=$terms" "max_terms=$terms" min_digits=2 max_digits=2 \
+    --prompts 4096 --heldout 256 "${size[@]}" --slips "$slips" --stop_at "$start"
 [ ${#failed[@]} -eq 0 ] || finish
 # Each job has a directory of its own: two ablations do not share one. A place of xargs stays on one GPU.
 job='read -r -a cards <<<"$CARDS"; [ "$GPUS" = 1 ] || export CUDA_VISIBLE_DEVICES=${cards[PLACE % GPUS]}
     read -r seed scheme arm <<<"$1"; name=seed$seed-${scheme//:/-}-$arm; shift
     left=$((DEADLINE - $(date +%s)))
     if [ "$left" -lt 60 ]; then echo "no time left for $name"; exit 1; fi
-    if [ -n "$BASE" ]; then case $scheme in w4a16*) POLICY=$POLICY-${W4A16//:/-} ;; *) POLICY=$POLICY-bf16 ;; esac; fi
     exec timeout -k 20 "$left" "$@" --actor.model_name_or_path "$POLICY/model" --data.prompt_dataset "$POLICY/prompts.jsonl" \
         --eval.dataset "$POLICY/heldout.jsonl" --arms "$arm" --schemes "$scheme" --seeds "$seed" --out "$RUNS/$name"'
 command=("$python" -m qarl_openrlhf.cli.ablate_objectives "${shared[@]}")
@@ -115,7 +106,7 @@ if [ -n "${QARL_DRY_RUN:-}" ]; then
     done
     exit
 fi
-export GPUS=$gpus CARDS="${cards[*]}" DEADLINE=$deadline RUNS=$runs POLICY=$policy BASE=$base W4A16=$w4a16
+export GPUS=$gpus CARDS="${cards[*]}" DEADLINE=$deadline RUNS=$runs POLICY=$policy
 plan "$@" | xargs --process-slot-var=PLACE -P $((jobs * gpus)) -d '\n' -I @job bash -c "$job" learning @job "${command[@]}" || failed+=(runs)
 "$python" -m qarl_openrlhf.cli.report "$runs" --out "$runs" || failed+=(report)
 finish

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +42,11 @@ def train(
     check_every: int,
     stop_at: float | None,
     show: Callable[[str], None],
+    forms: Sequence[Callable[[], AbstractContextManager]] = (nullcontext,),
 ) -> list[dict]:
     """AdamW on FP32 parameters (products in BF16 on a GPU), learning rate constant after a short warm-up.
 
+    forms: contexts in which the steps' forward passes are run in turn, e.g. through low-bit weights and in BF16.
     Every `check_every` steps `check()` gives the share of problems solved, and training ends where it reaches `stop_at`.
     Returns the curve, a list of {"step", "loss", "solved"}; DataError for a loss that is not finite.
     """
@@ -53,7 +56,7 @@ def train(
     curve, losses, started = [], [], time.monotonic()
     for step in range(1, steps + 1):
         ids, labels = (t.to(device) for t in collate(list(islice(pairs, batch_size)), tokenizer))
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with forms[step % len(forms)](), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(input_ids=ids, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
         optimizer.zero_grad(set_to_none=True)
@@ -72,6 +75,23 @@ def train(
             if stop_at is not None and curve[-1]["solved"] >= stop_at:
                 break
     return curve
+
+
+@torch.no_grad()
+def apart_in(forms: Iterable[Callable[[], AbstractContextManager]], model, tokenizer, pairs: list[tuple[str, str]]) -> float:
+    """Mean |difference| of two forms' log-probs of the responses' tokens, in nats a token."""
+    gaps = []
+    for start in range(0, len(pairs), 64):
+        ids, labels = (t.to(model.device) for t in collate(pairs[start : start + 64], tokenizer))
+        asked = labels[:, 1:] != -100
+        found = []
+        for form in forms:
+            with form(), torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1][asked]
+            found.append(-F.cross_entropy(logits.float(), labels[:, 1:][asked], reduction="none"))
+        one, other = found
+        gaps.append((one - other).abs())
+    return torch.cat(gaps).mean().item()
 
 
 @torch.no_grad()

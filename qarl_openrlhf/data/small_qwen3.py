@@ -3,7 +3,8 @@
 Reinforcement learning needs a policy that solves some problems and not others. This makes one of any size from nothing, with a
 tokenizer of bytes: supervised training on problems with their solutions until it solves the share `--stop_at`. With `--base`
 it teaches a model that there is, of any architecture, in that model's own tokens; with `--scheme` through that scheme's weights
-(straight-through, as QaRL trains), so that the quantized policy is the one that learns. OUT_DIR gets
+(straight-through, as QaRL trains), so that the quantized policy is the one that learns, and with `--both` in BF16, too, step by
+step in turn: one start for arms that sample in either. OUT_DIR gets
 
     model/          Hugging Face directory, BF16 (`--actor.model_name_or_path`)
     prompts.jsonl   prompts for reinforcement learning (`--data.input_key input --data.label_key label`)
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from qarl_openrlhf.data.files import atomic_directory, why_unwritable
@@ -45,6 +46,7 @@ class Settings:
     heldout: int = 512
     base: str | None = None
     scheme: str = "bf16"
+    both: bool = False
     layers: int = 4
     hidden: int = 256
     intermediate: int = 768
@@ -68,6 +70,8 @@ class Settings:
             QuantScheme.parse(self.scheme)
         except QuantError as error:
             raise DataError(f"--scheme {self.scheme}: {error}") from None
+        if self.both and not QuantScheme.parse(self.scheme).quantized:
+            raise DataError(f"--both: --scheme {self.scheme} is BF16 itself: name a quantization scheme, e.g. --scheme w4a16")
         if not self.lr > 0:
             raise DataError(f"--lr {self.lr}: give a positive learning rate")
         if self.stop_at is not None and not 0 < self.stop_at <= 1:
@@ -90,14 +94,23 @@ def load_base(directory: str):
     return model, tokenizer
 
 
-def convert(model, scheme: str) -> None:
-    """Put the scheme into the model's forward. DataError where one of its layers cannot run it."""
-    from qarl_openrlhf.quant.convert import convert_model
+def convert(model, settings: Settings) -> dict:
+    """Let the model compute in BF16 and through the scheme's weights: context managers by scheme, the settings' own last.
 
+    DataError where one of its layers cannot run the scheme.
+    """
+    from contextlib import nullcontext
+    from functools import partial
+
+    from qarl_openrlhf.quant.convert import convert_model
+    from qarl_openrlhf.quant.linear import quantized_forward
+
+    scheme = QuantScheme.parse(settings.scheme)
     try:
-        convert_model(model, QuantScheme.parse(scheme), cache="dequant")
+        convert_model(model, replace(scheme, rollout_only=scheme.quantized), cache="dequant")
     except QuantError as error:
-        raise DataError(f"--scheme {scheme}: {error}") from None
+        raise DataError(f"--scheme {settings.scheme}: {error}") from None
+    return {"bf16": nullcontext} | ({settings.scheme: partial(quantized_forward, model)} if scheme.quantized else {})
 
 
 def build_model(settings: Settings, tokenizer):
@@ -130,7 +143,7 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
     `out` appears in one rename, complete or not at all. DataError when it holds anything else, or for settings that fail.
     """
     stamp = {"version": VERSION, **asdict(settings)}
-    for name, before in (("base", None), ("scheme", "bf16")):  # a directory made before there were these is still right
+    for name, before in (("base", None), ("scheme", "bf16"), ("both", False)):  # a directory made before there were these is still right
         if stamp[name] == before:
             del stamp[name]
     if out.is_dir() and any(out.iterdir()):
@@ -155,7 +168,7 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
     import torch
 
     from qarl_openrlhf.data.byte_tokenizer import byte_tokenizer
-    from qarl_openrlhf.data.pretrain import solved, train
+    from qarl_openrlhf.data.pretrain import apart_in, solved, train
 
     if device == "cuda" and not torch.cuda.is_available():
         raise DataError("--device cuda: torch sees no GPU")
@@ -166,14 +179,16 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
         tokenizer = byte_tokenizer()
         model = build_model(settings, tokenizer)
     model = model.to(device)
-    convert(model, settings.scheme)
+    forms = convert(model, settings)
+    taught = list(forms) if settings.both else [settings.scheme]
     lengths = [len(tokenizer(response(entry, style))["input_ids"]) + 1 for entry in [*prompts, *heldout]]
     parameters = sum(p.numel() for p in model.parameters())
     show(f"{parameters / 1e6:.2f}M parameters; responses of {min(lengths)} to {max(lengths)} tokens")
 
-    def rate(name: str, temperature: float) -> float:
+    def rate(name: str, temperature: float, form: str) -> float:
         rows = sets[name][:CHECKED]
-        return solved(model, tokenizer, rows, max_new_tokens=max(lengths) + 8, temperature=temperature, seed=seed)
+        with forms[form]():
+            return solved(model, tokenizer, rows, max_new_tokens=max(lengths) + 8, temperature=temperature, seed=seed)
 
     curve = train(
         model,
@@ -182,10 +197,11 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
         steps=settings.steps,
         batch_size=settings.batch_size,
         lr=settings.lr,
-        check=lambda: rate("prompts", 1.0),
+        check=lambda: min(rate("prompts", 1.0, form) for form in taught),
         check_every=settings.check_every,
         stop_at=settings.stop_at,
         show=show,
+        forms=[forms[form] for form in taught],
     )
     model = model.to(torch.bfloat16)  # what is saved is what is measured
     model.quant_cache.invalidate()
@@ -194,12 +210,17 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
         "parameters": parameters,
         "response_tokens": {"mean": round(sum(lengths) / len(lengths), 1), "max": max(lengths)},
         "solved": {
-            "prompts_sampled": rate("prompts", 1.0),
-            "heldout_sampled": rate("heldout", 1.0),
-            "heldout_greedy": rate("heldout", 0.0),
+            "prompts_sampled": rate("prompts", 1.0, settings.scheme),
+            "heldout_sampled": rate("heldout", 1.0, settings.scheme),
+            "heldout_greedy": rate("heldout", 0.0, settings.scheme),
         },
         "curve": curve,
     }
+    if len(forms) > 1:
+        record["solved"] |= {"heldout_sampled_bf16": rate("heldout", 1.0, "bf16"), "heldout_greedy_bf16": rate("heldout", 0.0, "bf16")}
+        written = [(row["input"], response(entry, style)) for row, entry in zip(sets["heldout"][:CHECKED], heldout)]
+        record["apart"] = apart_in(forms.values(), model, tokenizer, written)
+        show(f"BF16 and {settings.scheme} are {record['apart']:.4f} nats a token apart on right responses")
     with atomic_directory(out) as part:
         model.save_pretrained(part / "model")
         tokenizer.save_pretrained(part / "model")
@@ -234,6 +255,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heldout", type=int, default=default.heldout, help="held-out problems")
     parser.add_argument("--base", metavar="MODEL_DIR", help="teach this model (not a new Qwen3 of --layers, --hidden ...)")
     parser.add_argument("--scheme", default=default.scheme, help="teach through the weights of this quantization scheme, e.g. w4a16:g64")
+    parser.add_argument("--both", action="store_true", help="teach through --scheme and in BF16 in turn, until both solve --stop_at")
     parser.add_argument("--layers", type=int, default=default.layers)
     parser.add_argument("--hidden", type=int, default=default.hidden, help="a multiple of 256; heads have 64 features")
     parser.add_argument("--intermediate", type=int, default=default.intermediate, help="a multiple of 256")

@@ -1,6 +1,8 @@
 """The small model made from nothing: problems apart, solutions that the reward accepts, a directory that the stack loads."""
 
 import json
+from contextlib import contextmanager
+from functools import partial
 from random import Random
 
 import pytest
@@ -142,7 +144,33 @@ def test_a_policy_can_learn_through_its_low_bit_weights(made, tmp_path):
     assert losses[1] < losses[0] and losses != [point["loss"] for point in made[1]["curve"]]
     weights, plain = (load_file(path / "model" / "model.safetensors") for path in (tmp_path / "quantized", made[0]))
     assert weights.keys() == plain.keys() and {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert 0 < record["apart"] < 1 and record["solved"].keys() > made[1]["solved"].keys()
     assert record["settings"]["scheme"] == "w4a16:g32" and "scheme" not in made[1]["settings"]
+
+
+def test_a_policy_can_learn_in_bf16_and_through_low_bit_weights_in_turn(made, tmp_path):
+    record = make(tmp_path / "both", Settings(**TINY | {"scheme": "w4a16:g32", "both": True}), show=lambda line: None)
+    losses = [point["loss"] for point in record["curve"]]
+    assert losses[1] < losses[0] and losses != [point["loss"] for point in made[1]["curve"]]
+    assert 0 < record["apart"] < 1 and record["settings"]["both"] and "both" not in made[1]["settings"]
+    with pytest.raises(DataError, match="--both: --scheme bf16 is BF16 itself"):
+        Settings(**TINY | {"both": True})
+
+
+def test_steps_take_turns_among_the_forms():
+    tokenizer, seen = byte_tokenizer(), []
+    model = build_model(Settings(**TINY), tokenizer)
+
+    @contextmanager
+    def form(name):
+        seen.append(name)
+        yield
+
+    pairs = supervised("chain_sum", SUMS, "steps", 0, None, but=set())
+    forms = [partial(form, "one"), partial(form, "other")]
+    train(model, tokenizer, pairs, steps=4, batch_size=2, lr=1e-3, check=lambda: 0.0, check_every=4, stop_at=None,
+          show=lambda line: None, forms=forms)
+    assert seen == ["other", "one"] * 2
 
 
 def test_training_learns_and_stops_at_a_share():
