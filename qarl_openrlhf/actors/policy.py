@@ -5,6 +5,7 @@ import os
 import torch
 from openrlhf.trainer.ray import ppo_actor
 
+from qarl_openrlhf.actors import asleep
 from qarl_openrlhf.actors.learner import QarlActorTrainer
 from qarl_openrlhf.actors.model_workers import plain_class, resume_random_state
 from qarl_openrlhf.actors.moving_average import blend
@@ -15,6 +16,8 @@ from qarl_openrlhf.runtime import available_cpus
 
 # ``PolicyModelActor.init_model_from_pretrained`` looks the trainer class up in its module.
 ppo_actor.ActorPPOTrainer = QarlActorTrainer
+# ``--ds.enable_sleep`` of any optimizer, not only DeepSpeed's FusedAdam.
+ppo_actor.offload_deepspeed_states, ppo_actor.reload_deepspeed_states = asleep.offload, asleep.reload
 
 
 # Of a card that must be free for memory to be kept: an engine's apply and the transport's buffers want some now and then.

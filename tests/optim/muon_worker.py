@@ -41,6 +41,7 @@ def deepspeed_run(directory: str, stage: int, world: int, rank: int, accumulate:
     import deepspeed
     from openrlhf.models import Actor
 
+    from qarl_openrlhf.actors import asleep
     from qarl_openrlhf.actors.strategy import make_strategy
     from qarl_openrlhf.cli import train_qarl
     from tests.e2e.conftest import argv
@@ -112,6 +113,10 @@ def deepspeed_run(directory: str, stage: int, world: int, rank: int, accumulate:
     moments = [s for s in muon.state.values() if "momentum_buffer" in s]
     result = {"start": start, "after": after, "counts": counts, "norms": norms, "groups": len(muon.param_groups), "moments": len(moments)}
     engine.load_checkpoint(f"{directory}.checkpoint{stage}", tag="one")
+    for _ in range(2):  # --ds.enable_sleep: what comes back is what went
+        asleep.offload(engine)
+        asleep.offload(engine)
+        asleep.reload(engine)
     take_step(1)
     resumed = parameters()
     return result | {"resumed": all(torch.equal(after[name], p) for name, p in resumed.items())}
