@@ -67,7 +67,11 @@ class QarlActorTrainer(ActorPPOTrainer):
                     verify=sync.verify,
                 )
             self.probe = LogprobProbe(
-                self.tokenizer, max_tokens=self.args.data.max_len - 1, tolerance=sync.probe_tol, timeout_s=sync.timeout_s
+                self.tokenizer,
+                max_tokens=self.args.data.max_len - 1,
+                tolerance=sync.probe_tol,
+                timeout_s=sync.timeout_s,
+                asleep=self.args.vllm.enable_sleep,
             )
 
     def _init_vllm_sync_group(self, backend: str) -> None:

@@ -26,8 +26,6 @@ RUNS = {
     "moe-fp8": {"quant.scheme": "fp8"},
     "w4a16-packed": {"quant.scheme": "w4a16", "ds.packing_samples": True},
 }
-asleep = {"actor.optim": "muon", "ds.enable_sleep": True}  # the optimizer in main memory while the engine samples
-RUNS |= {f"w4a16-muon-asleep{stage}": RUNS["w4a16"] | asleep | {"ds.zero_stage": stage} for stage in (2, 3)}
 if find_spec("liger_kernel"):
     RUNS["fp8-liger"] = {"quant.scheme": "fp8", "ds.use_liger_kernel": True, "ds.packing_samples": True, "actor.logprob_chunk": 32}
     RUNS["moe-w4a16-liger"] = RUNS["fp8-liger"] | {"quant.scheme": "w4a16"}
@@ -40,8 +38,6 @@ PRODUCTS = {
     "moe-w4a16": {"library BF16": 8, "library BF16 grouped": 4},
     "moe-fp8": {"w8a8_gemm": 8, "_scaled_grouped_mm": 4},
     "w4a16-packed": {"library BF16": 14},
-    "w4a16-muon-asleep2": {"library BF16": 14},
-    "w4a16-muon-asleep3": {"library BF16": 14},
     "fp8-liger": {"w8a8_gemm": 14},
     "moe-w4a16-liger": {"library BF16": 8, "library BF16 grouped": 4},
 }
