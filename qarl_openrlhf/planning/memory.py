@@ -23,6 +23,7 @@ LOGITS = 12
 CHUNK_LOGITS = 2  # the same of a chunk on a card: BF16 logits, which their gradient overwrites (kernels.token_log_probs)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: codes, and scales of 64 in 8 bits with float32 scales of 256 of their own
 MOMENT_BYTES = 2 * (1 + 4 / 256)  # a weight's two 8-bit moments, and float32 scales of 256
+PHASES = ("rollout", "forward and backward", "optimizer step", "publish")
 USABLE = 0.97  # of a card's memory: the driver's share, and what the allocator cannot give out in one piece
 
 
@@ -144,7 +145,7 @@ def micro_batch_tokens(args) -> int:
 def estimate(args, shape: ModelShape) -> list[Estimate]:
     """Estimates of the kinds of GPU this run has: one that learner and engine share, or one of each."""
     shared = args.train.colocate_all and not args.train.async_enable
-    phases = ["rollout", "forward and backward", "optimizer step", "publish"]
+    phases = list(PHASES)
     learner = _learner(args, shape, phases)
     learner.parts.append(Part("CUDA context, NCCL (learner)", CONTEXT, tuple(phases)))
     if not args.vllm.num_engines:
@@ -155,6 +156,12 @@ def estimate(args, shape: ModelShape) -> list[Estimate]:
     both = Estimate("each GPU (learner and engine)", learner.parts + engine.parts, learner.host + engine.host)
     both.notes = learner.notes + engine.notes
     return [both]
+
+
+def learner_tensors(args, shape: ModelShape) -> int:
+    """The learner's part of the estimate at its peak, without what CUDA and NCCL take: what PyTorch's allocator would count."""
+    learner = _learner(args, shape, list(PHASES))
+    return learner.total(learner.peak)
 
 
 def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:

@@ -7,13 +7,15 @@
 #
 # The prompts come from `python -m qarl_openrlhf.cli.prepare_data --out runs/inputs/math`; QARL_DATA names another file.
 # Every flag of train_qarl can be appended and wins: ARM=qarl bash scripts/train_qwen3_8b.sh --quant.scheme fp8 --dry_run
-# env: QARL_NODES=1  QARL_GPUS_PER_NODE=8  QARL_DATA=FILE.jsonl  QARL_REWARD=FILE.py  QARL_RUN_DIR=runs/MODEL-ARM
+# env: QARL_NODES=1  QARL_GPUS_PER_NODE=8  QARL_PLACE=colocated (apart: half of the GPUs learn, half sample)  QARL_DATA=FILE.jsonl  QARL_REWARD=FILE.py  QARL_RUN_DIR=runs/MODEL-ARM
 #      QARL_VENV=.venv  QARL_PRINT_COMMAND=1 (print the command, one quoted line, and stop)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 ARM=${ARM:-qarl}
 nodes=${QARL_NODES:-1}
 gpus=${QARL_GPUS_PER_NODE:-8}
+place=${QARL_PLACE:-colocated}
+need QARL_PLACE "$place" "colocated|apart" "colocated or apart"
 need ARM "$ARM" "qarl|rollout|bf16" "bf16, rollout or qarl"
 need QARL_NODES "$nodes" "$count" "a whole number, 1 or more"
 need QARL_GPUS_PER_NODE "$gpus" "$count" "a whole number, 1 or more"
@@ -36,12 +38,21 @@ ours=(
     --actor.lr_scheduler constant --actor.lr_warmup_ratio 0
     --actor.max_norm 1.0
     --data.apply_chat_template                                 # the model's own, around the instruction of prepare_data
-    --train.colocate_all --vllm.enable_sleep --ds.enable_sleep # learner and engines take turns on the same GPUs
     --ds.packing_samples                                       # no padding; what dynamic micro-batches need
     --actor.gradient_checkpointing_enable
     --actor.logprob_chunk 2048                                 # logits of so many tokens at a time: they are the largest part
     --ckpt.save_steps 20 --ckpt.max_num 3
 )
+learn_nodes=$nodes learn_gpus=$gpus sample=$((nodes * gpus))  # learner and engines take turns on the same GPUs
+turns=(--train.colocate_all --vllm.enable_sleep --ds.enable_sleep)
+if [ "$place" = apart ]; then
+    if (( nodes * gpus % 2 || (nodes > 1 && nodes % 2) )); then
+        say "QARL_PLACE=apart halves the GPUs: an even number of nodes, or one node with an even number of GPUs"
+        exit 2
+    fi
+    if (( nodes > 1 )); then learn_nodes=$((nodes / 2)); else learn_gpus=$((gpus / 2)); fi
+    sample=$((sample / 2)) turns=()
+fi
 
 # usage: train NAME MODEL BASELINE TP CARD [flags]
 #   NAME of the run directory, MODEL on the hub or a path, BASELINE objective of the bf16 and rollout arms, TP of an engine,
@@ -58,8 +69,8 @@ train() {
         rollout) scheme=w4a16:rollout objective=$baseline ;;  # group size 128 is ours, the paper does not say
         qarl) scheme=w4a16 objective=tbpo ;;                  # TBPO's defaults are the paper's bands, for 16,384-token responses
     esac
-    if (( nodes * gpus % tp )); then
-        say "QARL_NODES x QARL_GPUS_PER_NODE = $((nodes * gpus)) GPUs do not divide into engines of TP $tp"
+    if (( sample % tp )); then
+        say "QARL_NODES x QARL_GPUS_PER_NODE gives engines $sample GPUs, which do not divide into engines of TP $tp"
         exit 2
     fi
     local out=${QARL_RUN_DIR:-$root/runs/$name-$ARM}
@@ -69,9 +80,10 @@ train() {
         --data.prompt_dataset "${QARL_DATA:-$root/runs/inputs/math/train.jsonl}" --data.input_key prompt --data.label_key label
         --reward.remote_url "${QARL_REWARD:-$root/qarl_openrlhf/rewards/math.py}"
         --quant.scheme "$scheme" --preset "$objective"
-        "${paper[@]}" "${ours[@]}" ${planned[@]+"${planned[@]}"}
-        --actor.num_nodes "$nodes" --actor.num_gpus_per_node "$gpus" --ref.num_nodes "$nodes" --ref.num_gpus_per_node "$gpus"
-        --vllm.num_engines $((nodes * gpus / tp)) --vllm.tensor_parallel_size "$tp"
+        "${paper[@]}" "${ours[@]}" ${turns[@]+"${turns[@]}"} ${planned[@]+"${planned[@]}"}
+        --actor.num_nodes "$learn_nodes" --actor.num_gpus_per_node "$learn_gpus"
+        --ref.num_nodes "$learn_nodes" --ref.num_gpus_per_node "$learn_gpus"
+        --vllm.num_engines $((sample / tp)) --vllm.tensor_parallel_size "$tp"
         --metrics.dir "$out" --ckpt.output_dir "$out/model" --ckpt.path "$out/checkpoints" "$@")
     if [ -n "${QARL_PRINT_COMMAND:-}" ]; then
         printf '%q ' "${command[@]}"

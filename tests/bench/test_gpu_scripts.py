@@ -1,8 +1,10 @@
 """The scripts of benchmarks/gpu without a GPU: what they would run parses, so that no machine is lent for a typing error."""
 
+import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,41 @@ def test_a_piece_that_fails_or_runs_over_does_not_keep_the_next_from_running(tmp
     done = subprocess.run(["bash", str(path)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and "ran\n== good: done" in done.stdout and "late: ended with status 124" in done.stdout
     assert "not done: bad late" in done.stderr
+
+
+def test_every_recipe_run_resolves(tmp_path):
+    """Each line of recipes.sh is a recipe that prints its command; colocated and apart differ by who has which GPUs."""
+    done = script("recipes", QARL_RECIPES_GPUS="4", QARL_RECIPES_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition(": timeout ")[::2] for line in done.stdout.splitlines()]
+    assert [name for name, _ in lines if "resumed" in name] == [
+        f"{recipe} {place} qarl, resumed" for recipe in ("qwen3_8b", "qwen3_30b_a3b") for place in ("colocated", "apart")
+    ]
+    assert len(lines) == 2 * (1 + 2 * 4) + 1
+    for name, command in lines[1:-1]:
+        if "random weights" in name:
+            continue
+        words = shlex.split(command)[1:]
+        printed = subprocess.run(["env", "QARL_PRINT_COMMAND=1", *words[1:]], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+        args = shlex.split(printed)
+        engines, tp = (int(args[args.index(flag) + 1]) for flag in ("--vllm.num_engines", "--vllm.tensor_parallel_size"))
+        learners = int(args[args.index("--actor.num_gpus_per_node") + 1])
+        apart = "apart" in name
+        assert (learners, engines * tp) == ((2, 2) if apart else (4, 4)) and ("--train.colocate_all" in args) is not apart
+
+
+def test_random_weights_are_a_model_that_the_stack_loads(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    command = [sys.executable, "benchmarks/random_model.py", "tiny-moe", str(tmp_path / "model"), "--layers", "1", "--device", "cpu"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for words in ("random_model: wrote", "random_model: already there"):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+        assert words in done.stdout
+    model, tokenizer = (kind.from_pretrained(tmp_path / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    config = model.config
+    assert len(tokenizer) == config.vocab_size == 4096 and config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.decode(range(config.vocab_size)).count("<|more_") == 4096 - 320  # every id has a text
+    row = json.loads((tmp_path / "model" / "prompts.jsonl").read_text().splitlines()[3])
+    text = tokenizer.apply_chat_template([{"role": "user", "content": row["prompt"]}], tokenize=False)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text and row["prompt"] in text
