@@ -5,6 +5,7 @@ of integers may come in any order, so the kernel may use atomics and still agree
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -92,7 +93,7 @@ def _digest_kernel(words, raw, entries, chunks, sums, bad, CHUNK: tl.constexpr, 
         found += tl.sum(_non_finite(tl.full((1,), 0, tl.int32) + tail.to(tl.int32), kind), 0)
     tl.atomic_add(sums + entry, total)
     if found > 0:
-        tl.atomic_add(bad + entry, found)
+        tl.atomic_add(bad + entry, found.to(tl.int64))
 
 
 def digest(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> Callable[[], tuple[list[int], list[int]]]:
@@ -103,24 +104,31 @@ def digest(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> Cal
     """
     if not entries:
         return lambda: ([], [])
-    table = np.array([(offset, nbytes, KINDS.get(dtype, 0)) for offset, nbytes, dtype in entries], dtype=np.int64)
-    if (table[:, 0] % ALIGNMENT).any():
-        raise ValueError(f"pieces of a bucket start at multiples of {ALIGNMENT} bytes")
-    counts = np.maximum(1, -(-table[:, 1] // (4 * CHUNK)))
-    owner = np.repeat(np.arange(len(entries)), counts)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    chunks = np.stack([owner, within * CHUNK], axis=1)
-    # One transfer: entries, then chunks.
-    tables = torch.from_numpy(np.concatenate([table.reshape(-1), chunks.reshape(-1)])).to(flat.device)
-    sums = torch.zeros(len(entries), dtype=torch.int64, device=flat.device)
-    bad = torch.zeros(len(entries), dtype=torch.int32, device=flat.device)
-    words, chunk_table, block = flat.view(torch.int32), tables[table.size :], min(BLOCK, CHUNK)
+    count = len(entries)
+    tables, programs = _tables(tuple(entries), flat.device, CHUNK)
+    both = torch.zeros(2, count + count % 2, dtype=torch.int64, device=flat.device)  # rows that start at multiples of 16 bytes
+    words, chunk_table, block = flat.view(torch.int32), tables[3 * count :], min(BLOCK, CHUNK)
     with torch.cuda.device_of(flat):  # Triton launches on the current device; the interpreter has none
-        _digest_kernel[(len(chunks),)](words, flat, tables, chunk_table, sums, bad, CHUNK=CHUNK, BLOCK=block, num_warps=8)
-    both = torch.stack([sums, bad.long()])
+        _digest_kernel[(programs,)](words, flat, tables, chunk_table, both[0], both[1], CHUNK=CHUNK, BLOCK=block, num_warps=8)
 
     def results() -> tuple[list[int], list[int]]:
-        found = both.tolist()
+        found = both[:, :count].tolist()
         return [value % 2**64 for value in found[0]], found[1]
 
     return results
+
+
+@lru_cache(maxsize=1024)
+def _tables(entries: tuple, device: torch.device, chunk: int) -> tuple[Tensor, int]:
+    """(int64: offset, nbytes, kind of each entry, then entry and first word of each program; number of programs).
+
+    Kept, for a run pushes the same buckets every time.
+    """
+    table = np.array([(offset, nbytes, KINDS.get(dtype, 0)) for offset, nbytes, dtype in entries], dtype=np.int64)
+    if (table[:, 0] % ALIGNMENT).any():
+        raise ValueError(f"pieces of a bucket start at multiples of {ALIGNMENT} bytes")
+    counts = np.maximum(1, -(-table[:, 1] // (4 * chunk)))
+    owner = np.repeat(np.arange(len(entries)), counts)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    chunks = np.stack([owner, within * chunk], axis=1)
+    return torch.from_numpy(np.concatenate([table.reshape(-1), chunks.reshape(-1)])).to(device), len(chunks)
