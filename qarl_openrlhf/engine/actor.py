@@ -26,7 +26,7 @@ from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
 from qarl_openrlhf.engine.response_text import response_text  # noqa: E402
 from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
 from qarl_openrlhf.engine.stops import as_tokens  # noqa: E402
-from qarl_openrlhf.engine.start_error import explained, why_dead  # noqa: E402
+from qarl_openrlhf.engine.start_error import started, why_dead  # noqa: E402
 from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # noqa: E402
 from qarl_openrlhf.engine.strict_rewards import StrictSingleTurnExecutor  # noqa: E402
 from qarl_openrlhf.engine.token_versions import TokenVersions, along  # noqa: E402
@@ -82,11 +82,9 @@ class QarlRolloutActor(_RolloutActor):
         )
         if "compilation_config" in overrides:  # joins the caller's: in its place vLLM would compile what the caller told it not to
             overrides["compilation_config"] = (kwargs.get("compilation_config") or {}) | overrides["compilation_config"]
-        try:
-            # vLLM's statistics, which nothing reads here, cost a fifth of what its process has to do for a token.
-            await super().__init__(*args, **{"num_gpus": 0, "disable_log_stats": True, **kwargs, **overrides})
-        except RuntimeError as error:
-            raise explained(error) from error
+        # vLLM's statistics, which nothing reads here, cost a fifth of what its process has to do for a token.
+        settings = {"num_gpus": 0, "disable_log_stats": True, **kwargs, **overrides}
+        await started(lambda: super(QarlRolloutActor, self).__init__(*args, **settings))
         StrictSingleTurnExecutor.convert(self.executor, qarl_reward_timeout_s)
         # An engine of a benchmark has no tokenizer (skip_tokenizer_init), and no stop strings either.
         self.tokenizer = None if kwargs.get("skip_tokenizer_init") else self.llm.get_tokenizer()
@@ -101,7 +99,7 @@ class QarlRolloutActor(_RolloutActor):
         if backend == "ray":
             # vLLM 0.26 looks for the workers' port from this one + 100 upwards, by default from 100: engines of one host that
             # start together and may listen there (root) would all take the same.
-            os.environ.setdefault("VLLM_DP_MASTER_PORT", str(free_port() - 100))
+            os.environ["VLLM_DP_MASTER_PORT"] = str(free_port() - 100)
         else:
             # The engine's own GPUs first, then the host's others: CUDA maps memory of a GPU (transport ipc, learner rank 0)
             # only where it is visible.

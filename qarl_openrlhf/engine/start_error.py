@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Awaitable, Callable
 
 # "(Worker_TP1 pid=7) ERROR 11-28 07:32:49 [multiproc_executor.py:944] RuntimeError: no room", with or without the middle part.
 _LINE = re.compile(
@@ -10,6 +11,8 @@ _LINE = re.compile(
     re.MULTILINE,
 )
 _NO_CAUSE = ("initialization failed", "cancelled")
+_PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use|failed to listen on any local network address")
+ATTEMPTS = 3
 TAIL = 2**20  # bytes of a log that are read
 
 
@@ -20,31 +23,54 @@ def root_cause(text: str) -> str | None:
     return ranked[0] if ranked else None
 
 
-def own_output() -> str:
-    """The end of what this process and its children wrote, where it goes to files, as Ray's workers' does."""
-    text = ""
+def own_output() -> list[str]:
+    """The ends of what this process and its children wrote to standard output and error, where these go to files, as Ray's
+    workers' do."""
+    texts = []
     for descriptor in (1, 2):
         try:
             path = os.readlink(f"/proc/self/fd/{descriptor}")
             with open(path, "rb") as file:
                 file.seek(max(0, os.path.getsize(path) - TAIL))
-                text += file.read().decode(errors="replace")
+                texts.append(file.read().decode(errors="replace"))
         except OSError:  # a terminal, a pipe, a removed file
-            continue
-    return text
+            texts.append("")
+    return texts
 
 
 class EngineStartError(RuntimeError):
     """vLLM did not start. Names the error of the process that failed first."""
 
 
-def explained(error: Exception) -> Exception:
-    """``error``, or an EngineStartError with its cause where vLLM's message leaves that to a log."""
-    cause = root_cause(own_output()) if "root cause" in str(error) else None
+def explained(error: Exception, before: list[str]) -> Exception:
+    """``error``, or an EngineStartError with its cause where vLLM's message leaves that to a log.
+
+    before: :func:`own_output` of before; of a cause in there nothing is said.
+    """
+    written = "\n".join(text.removeprefix(old) for text, old in zip(own_output(), before, strict=True))
+    cause = root_cause(written) if "root cause" in str(error) else None
     return EngineStartError(f"vLLM did not start: {cause}") if cause else error
+
+
+async def started(start: Callable[[], Awaitable]) -> None:
+    """Await ``start()``; again, at most ATTEMPTS times, where a port that vLLM had found free was taken before it listened.
+
+    vLLM lets go of the port it chose and listens on it seconds later. On a host where many runs start together others, Ray's
+    connections too, get the same from the system meanwhile: one start in 24 failed of it.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        before = own_output()
+        try:
+            await start()
+            return
+        except RuntimeError as error:  # PyTorch's DistNetworkError is one
+            found = explained(error, before)
+            if attempt == ATTEMPTS or not _PORT_TAKEN.search(str(found)):
+                raise found from error
+            print(f"vLLM did not start, another process took its port: once more ({found})", flush=True)
 
 
 def why_dead() -> str:
     """": " and the error that an engine's process named before it ended; "" where it named none."""
-    cause = root_cause(own_output())
+    cause = root_cause("\n".join(own_output()))
     return f": {cause}" if cause else ""

@@ -1,9 +1,12 @@
 """An engine that does not start says why, in the error that the driver sees."""
 
+import asyncio
+
 import pytest
 import ray
 
-from qarl_openrlhf.engine.start_error import root_cause
+from qarl_openrlhf.engine import start_error
+from qarl_openrlhf.engine.start_error import EngineStartError, root_cause, started
 
 from . import tiny
 from .conftest import Bench
@@ -21,6 +24,54 @@ def test_the_first_cause_is_found():
     core = "(EngineCore pid=7) qarl_openrlhf.quant.errors.QuantError: layer x does not fit\n" + LOG.splitlines()[-1]
     assert root_cause(core) == "qarl_openrlhf.quant.errors.QuantError: layer x does not fit"
     assert root_cause("INFO nothing\n" + LOG.splitlines()[-1]) is None
+
+
+PORT = "(EngineCore pid=7) torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 4\n"
+NO_ROOM = "(EngineCore pid=8) RuntimeError: no room\n"
+
+
+@pytest.mark.parametrize(
+    "causes, tries, error",
+    [
+        ([], 1, None),
+        ([PORT], 2, None),
+        ([PORT, PORT], 3, None),
+        ([PORT, PORT, PORT, PORT], 3, "DistNetworkError"),
+        ([NO_ROOM], 1, "no room"),
+        ([PORT, NO_ROOM], 2, "no room"),
+    ],
+)
+def test_a_start_whose_port_was_taken_is_tried_again(monkeypatch, causes, tries, error):
+    """Each attempt that fails adds its cause to the log; vLLM's own error only points there."""
+    out, log, calls = ["INFO starting\n"], ["a warning\n"], []
+    monkeypatch.setattr(start_error, "own_output", lambda: ["".join(out), "".join(log)])
+
+    async def start():
+        calls.append(1)
+        out.append("INFO loading\n")
+        if len(calls) <= len(causes):
+            log.append(causes[len(calls) - 1])
+            raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    if error is None:
+        asyncio.run(started(start))
+    else:
+        with pytest.raises(EngineStartError, match=error):
+            asyncio.run(started(start))
+    assert len(calls) == tries
+
+
+def test_an_error_that_vllm_names_itself_is_tried_again_too(monkeypatch):
+    monkeypatch.setattr(start_error, "own_output", lambda: ["", ""])
+    calls = []
+
+    async def start():
+        calls.append(1)
+        raise RuntimeError("[Errno 98] Address already in use" if len(calls) == 1 else "something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        asyncio.run(started(start))
+    assert len(calls) == 2
 
 
 @pytest.mark.slow
