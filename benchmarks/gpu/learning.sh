@@ -10,7 +10,7 @@
 #      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
 #      QARL_LEARNING_PROMPTS=16 (a step; 16 responses each, eight updates)  QARL_LEARNING_ARMS=tbpo,grpo_tis (of main)
 #      QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
-#      QARL_LEARNING_BASE=runs/inputs/SmolLM2-135M-Instruct (its group: QARL_LEARNING_GROUP=64)
+#      QARL_LEARNING_BASE=runs/inputs/SmolLM2-135M-Instruct (its group: QARL_LEARNING_GROUP=64)  QARL_LEARNING_BOTH=1 (small_qwen3 --both)
 #      QARL_LEARNING_START=0.3 (share solved at which a policy is taught enough)  QARL_LEARNING_SLIPS (share of the partial
 #      results that it is taught wrong; default: so many that it solves at most 0.5 of its problems as sampled, and most greedily)
 #      QARL_LEARNING_FLAGS="--actor.optim adam" (more flags, every run)  QARL_LEARNING_DEVICE=cuda (cpu: to try the commands)
@@ -21,7 +21,7 @@ known "main objectives schemes" "$@"
 seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL_LEARNING_STEPS:-60}
 terms=${QARL_LEARNING_TERMS:-16} start=${QARL_LEARNING_START:-0.3} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
 lr=${QARL_LEARNING_LR:-2e-5} band=${QARL_LEARNING_BAND:-16} runs=${QARL_LEARNING_DIR:-$root/runs/learning}
-base=${QARL_LEARNING_BASE:-} group=${QARL_LEARNING_GROUP:-128} prompts=${QARL_LEARNING_PROMPTS:-16} arms=${QARL_LEARNING_ARMS:-tbpo,grpo_tis}
+base=${QARL_LEARNING_BASE:-} group=${QARL_LEARNING_GROUP:-128} prompts=${QARL_LEARNING_PROMPTS:-16} both=${QARL_LEARNING_BOTH:-1} arms=${QARL_LEARNING_ARMS:-tbpo,grpo_tis}
 [[ $runs == /* ]] || runs=$PWD/$runs
 [[ -z $base || $base == /* ]] || base=$PWD/$base
 for name in SECONDS JOBS STEPS TERMS PROMPTS; do
@@ -29,6 +29,7 @@ for name in SECONDS JOBS STEPS TERMS PROMPTS; do
     need "$variable" "${!lower}" "$count" "a whole number, 1 or more"
 done
 slips=${QARL_LEARNING_SLIPS:-$(awk "BEGIN { printf \"%.3f\", 1 - 0.5 ^ (1 / ($terms > 1 ? $terms - 1 : 1)) }")}
+need QARL_LEARNING_BOTH "$both" "$count" "a whole number of steps, 1 or more"
 need QARL_LEARNING_GROUP "$group" "32|64|128" "32, 64 or 128"
 need QARL_LEARNING_SEEDS "$seeds" "[0-9]+(,[0-9]+)*" "whole numbers with commas between them, e.g. 0,1"
 need QARL_LEARNING_DEVICE "$device" "cuda|cpu" "cuda or cpu"
@@ -43,9 +44,9 @@ policy=$root/runs/inputs/sums-$terms${base:+-$(basename "$base")}
 w4a16=w4a16
 [ "$group" = 128 ] || w4a16=w4a16:g$group
 # All arms start from one policy. A small one made from nothing solves as many sums in 4 bits as in BF16. SmolLM2's weights, taught
-# in BF16, solve 0.55 of them and rounded to 4 bits 0.002: it is taught in both, step by step in turn.
+# in BF16, solve 0.55 of them and rounded to 4 bits 0.002: it is taught in both, QARL_LEARNING_BOTH steps in BF16 for each in 4 bits.
 size=(--layers 8 --hidden 512 --intermediate 1536 --lr 5e-4 --steps 6000 --check_every 50)
-[ -z "$base" ] || size=(--base "$base" --scheme "$w4a16" --both --lr 5e-5 --steps 3000 --check_every 100)
+[ -z "$base" ] || size=(--base "$base" --scheme "$w4a16" --both "$both" --lr 5e-5 --steps 3000 --check_every 100)
 length=$((12 * terms + 64))
 placement=()
 if [ "$device" = cuda ]; then

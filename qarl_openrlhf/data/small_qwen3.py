@@ -3,8 +3,8 @@
 Reinforcement learning needs a policy that solves some problems and not others. This makes one of any size from nothing, with a
 tokenizer of bytes: supervised training on problems with their solutions until it solves the share `--stop_at`. With `--base`
 it teaches a model that there is, of any architecture, in that model's own tokens; with `--scheme` through that scheme's weights
-(straight-through, as QaRL trains), so that the quantized policy is the one that learns, and with `--both` in BF16, too, step by
-step in turn: one start for arms that sample in either. OUT_DIR gets
+(straight-through, as QaRL trains), so that the quantized policy is the one that learns, and with `--both N` in BF16, too, N steps
+for each of the others: one start for arms that sample in either. OUT_DIR gets
 
     model/          Hugging Face directory, BF16 (`--actor.model_name_or_path`)
     prompts.jsonl   prompts for reinforcement learning (`--data.input_key input --data.label_key label`)
@@ -46,7 +46,7 @@ class Settings:
     heldout: int = 512
     base: str | None = None
     scheme: str = "bf16"
-    both: bool = False
+    both: int = 0
     layers: int = 4
     hidden: int = 256
     intermediate: int = 768
@@ -70,6 +70,8 @@ class Settings:
             QuantScheme.parse(self.scheme)
         except QuantError as error:
             raise DataError(f"--scheme {self.scheme}: {error}") from None
+        if self.both < 0:
+            raise DataError(f"--both {self.both}: give a number of steps, 0 or more")
         if self.both and not QuantScheme.parse(self.scheme).quantized:
             raise DataError(f"--both: --scheme {self.scheme} is BF16 itself: name a quantization scheme, e.g. --scheme w4a16")
         if not self.lr > 0:
@@ -143,7 +145,7 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
     `out` appears in one rename, complete or not at all. DataError when it holds anything else, or for settings that fail.
     """
     stamp = {"version": VERSION, **asdict(settings)}
-    for name, before in (("base", None), ("scheme", "bf16"), ("both", False)):  # a directory made before there were these is still right
+    for name, before in (("base", None), ("scheme", "bf16"), ("both", 0)):  # a directory made before there were these is still right
         if stamp[name] == before:
             del stamp[name]
     if out.is_dir() and any(out.iterdir()):
@@ -180,7 +182,7 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
         model = build_model(settings, tokenizer)
     model = model.to(device)
     forms = convert(model, settings)
-    taught = list(forms) if settings.both else [settings.scheme]
+    taught = [settings.scheme, *["bf16"] * settings.both]
     lengths = [len(tokenizer(response(entry, style))["input_ids"]) + 1 for entry in [*prompts, *heldout]]
     parameters = sum(p.numel() for p in model.parameters())
     show(f"{parameters / 1e6:.2f}M parameters; responses of {min(lengths)} to {max(lengths)} tokens")
@@ -197,7 +199,7 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
         steps=settings.steps,
         batch_size=settings.batch_size,
         lr=settings.lr,
-        check=lambda: min(rate("prompts", 1.0, form) for form in taught),
+        check=lambda: min(rate("prompts", 1.0, form) for form in sorted(set(taught))),
         check_every=settings.check_every,
         stop_at=settings.stop_at,
         show=show,
@@ -255,7 +257,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heldout", type=int, default=default.heldout, help="held-out problems")
     parser.add_argument("--base", metavar="MODEL_DIR", help="teach this model (not a new Qwen3 of --layers, --hidden ...)")
     parser.add_argument("--scheme", default=default.scheme, help="teach through the weights of this quantization scheme, e.g. w4a16:g64")
-    parser.add_argument("--both", action="store_true", help="teach through --scheme and in BF16 in turn, until both solve --stop_at")
+    parser.add_argument(
+        "--both", type=int, default=default.both, metavar="N", help="teach in BF16, too, N steps for each through --scheme, until both solve --stop_at"
+    )
     parser.add_argument("--layers", type=int, default=default.layers)
     parser.add_argument("--hidden", type=int, default=default.hidden, help="a multiple of 256; heads have 64 features")
     parser.add_argument("--intermediate", type=int, default=default.intermediate, help="a multiple of 256")

@@ -51,6 +51,7 @@ EVIDENCE = [  # the first that matches
     (r"cli\.ablate_objectives ", ["tests/e2e/test_ablation.py::test_two_arms_two_steps"]),
     (r"cli\.bench_step ", ["benchmarks/results/step_8b_h200.json", "benchmarks/results/step_30b-a3b_h200.json"]),
     (r"cli\.bench_kernels ", ["benchmarks/results/kernels_layer_h200.json"]),
+    (r"benchmarks/gpu/kernels\.sh", ["benchmarks/results/kernels_layer_h100.json"]),
     (r"data\.small_qwen3 ", ["tests/data/test_small_qwen3.py"]),
     (r"scripts/quickstart\.sh", ["docs/results/quickstart/seed0.metrics.jsonl.gz"]),
     (r"scripts/quickstart_gpu\.sh", ["docs/results/quickstart_gpu/seed0.metrics.jsonl.gz"]),

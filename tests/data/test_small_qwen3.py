@@ -149,12 +149,12 @@ def test_a_policy_can_learn_through_its_low_bit_weights(made, tmp_path):
 
 
 def test_a_policy_can_learn_in_bf16_and_through_low_bit_weights_in_turn(made, tmp_path):
-    record = make(tmp_path / "both", Settings(**TINY | {"scheme": "w4a16:g32", "both": True}), show=lambda line: None)
+    record = make(tmp_path / "both", Settings(**TINY | {"scheme": "w4a16:g32", "both": 2}), show=lambda line: None)
     losses = [point["loss"] for point in record["curve"]]
     assert losses[1] < losses[0] and losses != [point["loss"] for point in made[1]["curve"]]
-    assert 0 < record["apart"] < 1 and record["settings"]["both"] and "both" not in made[1]["settings"]
+    assert 0 < record["apart"] < 1 and record["settings"]["both"] == 2 and "both" not in made[1]["settings"]
     with pytest.raises(DataError, match="--both: --scheme bf16 is BF16 itself"):
-        Settings(**TINY | {"both": True})
+        Settings(**TINY | {"both": 1})
 
 
 def test_steps_take_turns_among_the_forms():
