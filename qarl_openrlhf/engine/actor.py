@@ -7,7 +7,6 @@ patches.apply()
 import asyncio  # noqa: E402
 import os  # noqa: E402
 import pickle  # noqa: E402
-import time  # noqa: E402
 from collections.abc import Awaitable  # noqa: E402
 from copy import deepcopy  # noqa: E402
 
@@ -23,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 from qarl_openrlhf.engine import plugin  # noqa: E402
 from qarl_openrlhf.engine.admission import Admission  # noqa: E402
 from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
+from qarl_openrlhf.engine.liveness import fail_when_dead  # noqa: E402
 from qarl_openrlhf.engine.response_text import response_text  # noqa: E402
 from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
 from qarl_openrlhf.engine.stops import as_tokens  # noqa: E402
@@ -85,6 +85,7 @@ class QarlRolloutActor(_RolloutActor):
         # vLLM's statistics, which nothing reads here, cost a fifth of what its process has to do for a token.
         settings = {"num_gpus": 0, "disable_log_stats": True, **kwargs, **overrides}
         await started(lambda: super(QarlRolloutActor, self).__init__(*args, **settings))
+        fail_when_dead(self.llm, lambda: EngineNotReady(f"{self.name}: its process died{why_dead()}"))
         StrictSingleTurnExecutor.convert(self.executor, qarl_reward_timeout_s)
         # An engine of a benchmark has no tokenizer (skip_tokenizer_init), and no stop strings either.
         self.tokenizer = None if kwargs.get("skip_tokenizer_init") else self.llm.get_tokenizer()
@@ -328,20 +329,11 @@ class QarlRolloutActor(_RolloutActor):
         await self._alive(self.llm.resume_generation())
 
     async def _alive(self, call: Awaitable):
-        """Await a call to the engine core, but no longer than it lives: vLLM never answers calls of a core that died."""
-        task = asyncio.ensure_future(call)
-        deadline = time.monotonic() + self.timeout_s
-        while not task.done():
-            await asyncio.wait({task}, timeout=0.25)
-            if task.done():
-                break
-            if self.llm.errored:
-                task.cancel()
-                raise RuntimeError("the engine's worker process died")
-            if time.monotonic() > deadline:
-                task.cancel()
-                raise TimeoutError(f"no answer from the engine's workers for {self.timeout_s:g} s")
-        return task.result()
+        """Await a call to the engine core, but no longer than ``timeout_s``."""
+        try:
+            return await asyncio.wait_for(call, self.timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"no answer from the engine's workers for {self.timeout_s:g} s") from None
 
     async def kernels(self) -> dict[str, str]:
         """Layer type -> the kernel that vLLM chose for it; empty on a CPU."""
