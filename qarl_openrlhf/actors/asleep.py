@@ -15,6 +15,7 @@ from torch import Tensor
 HELD = "_qarl_states_asleep"  # attribute of DeepSpeed's ZeRO optimizer: [(state tensor, its pinned copy)]
 
 
+@torch.no_grad()
 def offload(engine) -> None:
     """Move the optimizer's states, the FP32 master weights and the gradients of a DeepSpeed engine to main memory."""
     zero = engine.optimizer
@@ -28,6 +29,8 @@ def offload(engine) -> None:
     masters = getattr(zero, "fp32_partitioned_groups_flat", None)  # ZeRO-3
     if masters is None:
         moved.append(kinds.hp_params)
+    elif not hasattr(zero, "lp_grad_partitions_flat_pin_buffers"):  # DeepSpeed would allocate it twice, once not pinned
+        zero.lp_grad_partitions_flat_pin_buffers = _pinned(zero.grad_partitions_flat_buffer)
     zero.offload_states(include=moved, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=True)
     if masters is not None:  # as DeepSpeed does for FusedAdam; its reload_states brings them back
         if not hasattr(zero, "hp_params_pin_buffers"):
@@ -46,6 +49,7 @@ def offload(engine) -> None:
     get_accelerator().synchronize()
 
 
+@torch.no_grad()
 def reload(engine) -> None:
     """Bring back what :func:`offload` moved."""
     zero = engine.optimizer
@@ -84,7 +88,7 @@ def _states(optimizer) -> list[Tensor]:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    return get_accelerator().pin_memory(torch.empty_like(tensor, device="cpu"))
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _move(tensor: Tensor, copy: Tensor) -> None:

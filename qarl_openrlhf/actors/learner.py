@@ -289,6 +289,8 @@ class QarlActorTrainer(ActorPPOTrainer):
         if self.version == 1 or self.version % self.args.sync.probe_every == 0:
             metrics |= self.probe.run(self.actor, self.vllm_engines, self.version, is_sender=self.publisher is not None)
             metrics |= self._start_kl()
+        if self.args.vllm.enable_sleep and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # of every rank, before anything of the engines' is woken
         dist.barrier()
         metrics["timing/publish"] = time.perf_counter() - started
         self.publish_metrics = metrics if self.strategy.is_rank_0() else {}

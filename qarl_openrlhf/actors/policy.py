@@ -3,21 +3,22 @@
 import os
 
 import torch
-from openrlhf.trainer.ray import ppo_actor
+from openrlhf.trainer.ray import ppo_actor, ppo_critic
 
 from qarl_openrlhf.actors import asleep
 from qarl_openrlhf.actors.learner import QarlActorTrainer
 from qarl_openrlhf.actors.model_workers import plain_class, resume_random_state
 from qarl_openrlhf.actors.moving_average import blend
 from qarl_openrlhf.checkpoint.state import local_weights, set_local_weights
-from qarl_openrlhf.patches import liger
+from qarl_openrlhf.patches import liger, zero3_loading
 from qarl_openrlhf.quant.export import export_checkpoint
 from qarl_openrlhf.runtime import available_cpus
 
 # ``PolicyModelActor.init_model_from_pretrained`` looks the trainer class up in its module.
 ppo_actor.ActorPPOTrainer = QarlActorTrainer
 # ``--ds.enable_sleep`` of any optimizer, not only DeepSpeed's FusedAdam.
-ppo_actor.offload_deepspeed_states, ppo_actor.reload_deepspeed_states = asleep.offload, asleep.reload
+for module in (ppo_actor, ppo_critic):
+    module.offload_deepspeed_states, module.reload_deepspeed_states = asleep.offload, asleep.reload
 
 
 # Of a card that must be free for memory to be kept: an engine's apply and the transport's buffers want some now and then.
@@ -39,6 +40,10 @@ class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
         if not torch.cuda.is_available():
             # Ray sets one thread per requested CPU; learner and engine take turns, so each may use all cores.
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", available_cpus())))
+        elif strategy.args.ds.adam_offload and int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:
+            # The optimizer's arithmetic is the processor's then, and Ray gives a fraction of a CPU one thread.
+            torch.set_num_threads(max(1, available_cpus() // strategy.args.actor.num_gpus_per_node))
+        zero3_loading.apply()
         liger.keep_experts(strategy.args)
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
         if strategy.loaded_state:

@@ -6,6 +6,7 @@ from itertools import count
 
 import torch
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 
 from qarl_openrlhf.engine.shared_tokenizer import SharedTokenizer
 
@@ -21,6 +22,7 @@ class QarlSamplesGenerator(SamplesGenerator):
     resumed: dict | None = None
     prompts_sent = 0  # for training; numbers them over the whole run
     evaluating = False
+    generated = 0  # calls of the engines
 
     def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str], **kwargs) -> list:
         if self.shared is None:
@@ -48,6 +50,7 @@ class QarlSamplesGenerator(SamplesGenerator):
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big")
 
     def _generate_vllm(self, *args, **kwargs):
+        self.generated += 1
         experiences, *rest = super()._generate_vllm(*args, **kwargs)
         # OpenRLHF collects them as they come.
         return sorted(experiences, key=lambda experience: experience.slot), *rest
@@ -74,7 +77,11 @@ class QarlSamplesGenerator(SamplesGenerator):
             if state["sample_buffer"] or not state["exhausted"]:
                 self._sample_buffer = state["sample_buffer"]
                 self._dataloader_iter = None if state["exhausted"] else iter(self.prompts_dataloader)
-        return super().generate_samples(**kwargs)
+        before = self.generated
+        result = super().generate_samples(**kwargs)
+        if self.args.vllm.enable_sleep and self.generated == before:  # from the buffer: the publish has woken the engines
+            batch_vllm_engine_call(self.vllm_engines, "sleep")
+        return result
 
     # ---- checkpoints --------------------------------------------------------------------------------------------------
 

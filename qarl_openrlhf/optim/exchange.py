@@ -62,7 +62,7 @@ class Exchange:
         """
         sizes = [[b - a for a, b in stack.ranges] for stack in batch.stacks]
         pieces = [
-            update[stack.offset : stack.offset + size[self.rank]].to(self.device, torch.bfloat16)
+            update[stack.offset : stack.offset + size[self.rank]].to(self.device).to(torch.bfloat16)  # converted on the card
             for stack, size in zip(batch.stacks, sizes, strict=True)
         ]
         by_owner = [[i for i, owner in enumerate(batch.owners) if owner == r] for r in range(self.world)]

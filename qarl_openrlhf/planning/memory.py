@@ -183,8 +183,7 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     parts = [
         Part("BF16 parameters", int(2 * (p / copies if stage == 3 else p)), tuple(phases), zero3),
         Part("master weights (FP32)", 0 if offload else int(4 * share), states, fewer),
-        # sleep moves DeepSpeed's own names of states away from the card, not bitsandbytes'
-        Part(f"optimizer state{' (8 bits)' if eight else ''}", 0 if offload else int(moments), tuple(phases) if eight else states, fewer),
+        Part(f"optimizer state{' (8 bits)' if eight else ''}", 0 if offload else int(moments), states, fewer),
         Part("gradients in FP32 for the step", 0 if offload else int(4 * step_share), (step,), fewer),
     ]
     parts += _gradients(p, copies, stage, offload, args.ds.overlap_comm, phases, states, zero3 or fewer)
@@ -211,7 +210,9 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     host = 0
     if offload or sleeps:
         nodes = args.actor.num_nodes
-        host = int((4 * p + 4 * (p + adam) + (4 if offload else 2) * p) / nodes)
+        # offload: gradients in FP32 for the step, and ZeRO-3's own in BF16 beside them
+        gradients = 2 if not offload else 6 if stage == 3 else 4
+        host = int((4 * p + 4 * (p + adam) + gradients * p) / nodes)
     notes = [f"{tokens:,} tokens in the largest micro-batch"]
     if args.critic.model_name_or_path or not args.reward.remote_url:
         notes.append("not counted: critic and reward model")
