@@ -13,6 +13,7 @@ from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.utils.loss_utils import iter_grad_accum_global_norm
 from torch.utils.data import DataLoader
 
+from qarl_openrlhf.actors.host_barrier import HostBarrier
 from qarl_openrlhf.actors.kept import global_kept, optimizer_steps
 from qarl_openrlhf.actors.loss import ObjectiveLoss, ObservedLoss
 from qarl_openrlhf.metrics.accumulate import Sums
@@ -53,6 +54,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         self.changed_codes = ChangedCodes()
         self.kernel_report = KernelReport(self.args.quant.kernel)
         self.publisher = self.probe = None
+        self.barrier = HostBarrier()
         if self.vllm_engines:
             sync = self.args.sync
             if dist.get_rank() == 0:
@@ -71,7 +73,7 @@ class QarlActorTrainer(ActorPPOTrainer):
                 max_tokens=self.args.data.max_len - 1,
                 tolerance=sync.probe_tol,
                 timeout_s=sync.timeout_s,
-                asleep=self.args.vllm.enable_sleep,
+                barrier=self.barrier if self.args.vllm.enable_sleep else None,
             )
 
     def _init_vllm_sync_group(self, backend: str) -> None:
@@ -291,6 +293,6 @@ class QarlActorTrainer(ActorPPOTrainer):
             metrics |= self._start_kl()
         if self.args.vllm.enable_sleep and torch.cuda.is_available():
             torch.cuda.empty_cache()  # of every rank, before anything of the engines' is woken
-        dist.barrier()
+        self.barrier()
         metrics["timing/publish"] = time.perf_counter() - started
         self.publish_metrics = metrics if self.strategy.is_rank_0() else {}

@@ -5,6 +5,7 @@ layer moves the mean |delta logp| of a sentence by tenths to nats, rounding move
 """
 
 import time
+from collections.abc import Callable
 
 import ray
 import torch
@@ -25,15 +26,17 @@ class LogprobProbe:
     Args:
         max_tokens: what the engine takes as a prompt (its context less one token).
         tolerance: largest mean |delta logp| a token, in nats, that still counts as the same weights.
-        asleep: the engines' KV caches are (``--vllm.enable_sleep``: a push wakes the weights only), and are woken to ask them.
-            They stay awake: what comes next is a rollout.
+        barrier: given where the engines' KV caches sleep (``--vllm.enable_sleep``: a push wakes the weights only). They are woken
+            once all learners have passed it, and stay awake: what comes next is a rollout.
     """
 
-    def __init__(self, tokenizer, *, max_tokens: int, tolerance: float, timeout_s: float, asleep: bool = False):
+    def __init__(
+        self, tokenizer, *, max_tokens: int, tolerance: float, timeout_s: float, barrier: Callable[[], None] | None = None
+    ):
         self.ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:max_tokens]
         self.tolerance = tolerance
         self.timeout_s = timeout_s
-        self.asleep = asleep
+        self.barrier = barrier
 
     def run(self, actor, engines: list, version: int, *, is_sender: bool) -> dict:
         """All ranks call it (ZeRO-3 gathers in the forward); the sending rank asks the engines.
@@ -44,13 +47,13 @@ class LogprobProbe:
         started = time.perf_counter()
         with recorded_experts(actor.network) as experts:
             mine = self.learner_log_probs(actor)
-        if self.asleep:  # what the learners do not use is the KV caches' now
+        if self.barrier is not None:  # what the learners do not use is the KV caches' now
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            torch.distributed.barrier()
+            self.barrier()
         if not is_sender:
             return {}
-        if self.asleep:
+        if self.barrier is not None:
             ray.get([engine.wake_up.remote(tags=["kv_cache"]) for engine in engines], timeout=self.timeout_s)
         refs = [engine.probe_logprobs.remote([self.ids]) for engine in engines]
         worst = 0.0
