@@ -54,7 +54,7 @@ if [ "$device" = cuda ]; then
     # change. No compilation and twelve graphs: half a minute less to start.
     graphs='{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512]}'
     engine='{"max_num_seqs": 512, "kv_cache_memory_bytes": 1610612736, "compilation_config": '"$graphs"'}'
-    placement=(--train.colocate_all --vllm.gpu_memory_utilization 0.05 --vllm.engine_args "$engine" --ds.packing_samples
+    placement=(--train.colocate_all --vllm.gpu_memory_utilization 0.05 --vllm.engine_args "$engine" --ds.packing_samples --actor.logprob_chunk 2048
         --train.dynamic_batch_enable --train.max_tokens_per_gpu 8192 --rollout.max_tokens_per_gpu 8192)
 fi
 # Eight updates of an eighth of the responses each, as many a rollout as in the paper.
