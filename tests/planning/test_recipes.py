@@ -60,6 +60,21 @@ def test_dry_run(recipe, arm, capsys):
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.endswith("_1gpu")])
+@pytest.mark.parametrize("arm", ARMS)
+def test_learner_and_engines_apart(recipe, arm, capsys):
+    """Half of the GPUs each, nothing sleeps, pushes over NCCL; what the recipe offloads stays offloaded."""
+    train_qarl.main(command_of(recipe, arm, QARL_PLACE="apart"))
+    text = capsys.readouterr().out
+    assert "8 GPUs (actor 4, engines 4)" in text and "--sync.transport nccl" in text and "enable_sleep" not in text
+    assert "each learner GPU fits" in text and "each engine GPU fits" in text
+
+
+def test_nodes_apart():
+    args, _, resources = train_qarl.resolve(command_of("qwen3_30b_a3b", "qarl", QARL_PLACE="apart", QARL_NODES="4"))
+    assert (args.actor.num_nodes, args.actor.num_gpus_per_node, args.vllm.num_engines, resources.gpus) == (2, 8, 8, 32)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.endswith("_1gpu")])
 def test_the_papers_setting(recipe):
     args, _, _ = train_qarl.resolve(command_of(recipe, "qarl"))
     assert args.quant.scheme == "w4a16" and args.objective.name == "tbpo" and args.objective.hyperparameters == {}
@@ -92,7 +107,7 @@ def test_short_responses_get_wider_bands():
     assert args.objective.name == "tbpo" and args.objective.hyperparameters["band_scale"] == pytest.approx((16384 / 4000) ** 0.5)
 
 
-@pytest.mark.parametrize("env, message", [({"ARM": "int4"}, "use bf16, rollout or qarl"), ({"ARM": "qarl", "QARL_GPUS_PER_NODE": "3"}, "engines of TP 2")])
+@pytest.mark.parametrize("env, message", [({"ARM": "int4"}, "use bf16, rollout or qarl"), ({"ARM": "qarl", "QARL_GPUS_PER_NODE": "3"}, "engines of TP 2"), ({"QARL_PLACE": "beside"}, "use colocated or apart"), ({"QARL_PLACE": "apart", "QARL_NODES": "3"}, "halves the GPUs")])
 def test_wrong_environment_is_refused(env, message):
     done = run_script("qwen3_30b_a3b", **env)
     assert done.returncode == 2 and message in done.stderr and done.stdout == ""
