@@ -155,7 +155,7 @@ def test_a_signal_ends_the_run_with_one_line(start, how, send):
     assert run.process.wait(50) == 128 + how
     word = "interrupted" if how == signal.SIGINT else "terminated"
     saved = re.escape(os.path.join(run.metrics.parent, "ckpt", "_actor", "global_step"))
-    line = rf"train_qarl: {word} \({how.name}\): the same command with --ckpt.load_enable goes on from checkpoint {saved}[123]"  # the second may be half written
+    line = rf"train_qarl: {word} \({how.name}\): the same command with --ckpt.load_enable goes on from checkpoint {saved}\d+"  # steps take 0.3 s: which one it is depends on the machine
     assert re.fullmatch(line, run.text.splitlines()[-1])
     assert "***" not in run.text and "Traceback" not in run.text and "Error" not in run.text
     run.assert_gone()
