@@ -2,11 +2,14 @@
 
 import gc
 import os
+import signal
 
 from qarl_openrlhf import runtime
 
 runtime.set_environment("cuda" if os.path.exists("/dev/nvidia0") else "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made here or come from packages
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job that a shell runs in the background ignores it, and so would its children
 
 
 def pytest_collection_finish():

@@ -29,7 +29,7 @@ def test_nobody_leaves_before_the_last_has_arrived():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork would inherit the process group of other tests
     left = context.Queue()
     ranks = [context.Process(target=rank, args=(number, port, left)) for number in range(WORLD)]
     for process in ranks:
