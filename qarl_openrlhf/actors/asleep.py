@@ -19,7 +19,7 @@ HELD = "_qarl_states_asleep"  # attribute of DeepSpeed's ZeRO optimizer: [(state
 def offload(engine) -> None:
     """Move the optimizer's states, the FP32 master weights and the gradients of a DeepSpeed engine to main memory."""
     zero = engine.optimizer
-    if _in_main_memory(engine) or _deepspeeds_own(zero):
+    if _is_deepspeeds(engine):
         deepspeed_utils.offload_deepspeed_states(engine)
         return
     if hasattr(zero, HELD):
@@ -53,7 +53,7 @@ def offload(engine) -> None:
 def reload(engine) -> None:
     """Bring back what :func:`offload` moved."""
     zero = engine.optimizer
-    if _in_main_memory(engine) or _deepspeeds_own(zero):
+    if _is_deepspeeds(engine):
         deepspeed_utils.reload_deepspeed_states(engine)
         return
     if not hasattr(zero, HELD):
@@ -67,13 +67,10 @@ def reload(engine) -> None:
     delattr(zero, HELD)
 
 
-def _in_main_memory(engine) -> bool:
-    """``--ds.adam_offload``: the optimizer is there for good."""
-    return engine.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-
-
-def _deepspeeds_own(zero) -> bool:
-    return type(zero.optimizer) is FusedAdam
+def _is_deepspeeds(engine) -> bool:
+    """Whether OpenRLHF's way does: DeepSpeed's own optimizer, or one that is in main memory for good (``--ds.adam_offload``)."""
+    in_main_memory = engine.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    return in_main_memory or type(engine.optimizer.optimizer) is FusedAdam
 
 
 def _states(optimizer) -> list[Tensor]:

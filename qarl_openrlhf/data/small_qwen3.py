@@ -67,12 +67,14 @@ class Settings:
         if not 0 <= self.slips < 1 or (self.slips and self.style != "steps"):
             raise DataError(f"--slips {self.slips}: give a share of partial results, 0 or more and under 1 (with --style steps)")
         try:
-            QuantScheme.parse(self.scheme)
+            scheme = QuantScheme.parse(self.scheme)
         except QuantError as error:
             raise DataError(f"--scheme {self.scheme}: {error}") from None
+        if scheme.rollout_only:
+            raise DataError(f"--scheme {self.scheme}: nothing is rolled out here: write {replace(scheme, rollout_only=False)}")
         if self.both < 0:
             raise DataError(f"--both {self.both}: give a number of steps, 0 or more")
-        if self.both and not QuantScheme.parse(self.scheme).quantized:
+        if self.both and not scheme.quantized:
             raise DataError(f"--both: --scheme {self.scheme} is BF16 itself: name a quantization scheme, e.g. --scheme w4a16")
         if not self.lr > 0:
             raise DataError(f"--lr {self.lr}: give a positive learning rate")

@@ -7,7 +7,8 @@
 #
 # The prompts come from `python -m qarl_openrlhf.cli.prepare_data --out runs/inputs/math`; QARL_DATA names another file.
 # Every flag of train_qarl can be appended and wins: ARM=qarl bash scripts/train_qwen3_8b.sh --quant.scheme fp8 --dry_run
-# env: QARL_NODES=1  QARL_GPUS_PER_NODE=8  QARL_PLACE=colocated (apart: half of the GPUs learn, half sample)  QARL_DATA=FILE.jsonl  QARL_REWARD=FILE.py  QARL_RUN_DIR=runs/MODEL-ARM
+# env: QARL_NODES=1  QARL_GPUS_PER_NODE=8  QARL_PLACE=colocated (apart: half of the GPUs learn, half sample)
+#      QARL_DATA=FILE.jsonl  QARL_REWARD=FILE.py  QARL_RUN_DIR=runs/MODEL-ARM
 #      QARL_VENV=.venv  QARL_PRINT_COMMAND=1 (print the command, one quoted line, and stop)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -43,7 +44,8 @@ ours=(
     --actor.logprob_chunk 2048                                 # logits of so many tokens at a time: they are the largest part
     --ckpt.save_steps 20 --ckpt.max_num 3
 )
-learn_nodes=$nodes learn_gpus=$gpus sample=$((nodes * gpus))  # learner and engines take turns on the same GPUs
+# Colocated, learner and engines take turns on the same GPUs.
+learn_nodes=$nodes learn_gpus=$gpus sample=$((nodes * gpus))
 turns=(--train.colocate_all --vllm.enable_sleep --ds.enable_sleep)
 if [ "$place" = apart ]; then
     if (( nodes * gpus % 2 || (nodes > 1 && nodes % 2) )); then

@@ -4,10 +4,11 @@
 """
 
 import gc
-import os
 import sys
 
 import torch
+
+from tests.ranks import become
 
 CASES = [(stage, mode, "adam") for stage in (1, 2, 3) for mode in ("dequant", "packed", "none")]
 CASES += [(stage, "packed", "muon") for stage in (2, 3)]
@@ -60,9 +61,7 @@ def measure(learner, items, world: int, before: dict) -> dict[str, int]:
 
 def main() -> None:
     rank, world, port, model, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    become(rank, world, port)
     from tests.actors.conftest import build_learner, make_rollout
 
     items = make_rollout(count=2 * WINDOW // world)

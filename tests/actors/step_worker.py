@@ -3,10 +3,11 @@
 ``python step_worker.py RANK WORLD PORT MODEL OUT``; rank 0 writes OUT: {setting: (norm, {name: movement of a weight})}.
 """
 
-import os
 import sys
 
 import torch
+
+from tests.ranks import become
 
 BUDGET = {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 64, "rollout__max_tokens_per_gpu": 64}
 SETTINGS = {
@@ -31,9 +32,7 @@ def weights(learner) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     rank, world, port, model, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    become(rank, world, port)
     from tests.actors.conftest import build_learner, make_rollout
 
     results = {}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from qarl_openrlhf.ablation.plan import split_flags
 from qarl_openrlhf.cli import ablate_objectives, bench_kernels, bench_step, bench_sync
@@ -138,3 +139,35 @@ def test_random_weights_are_a_model_that_the_stack_loads(tmp_path):
     row = json.loads((tmp_path / "model" / "prompts.jsonl").read_text().splitlines()[3])
     text = tokenizer.apply_chat_template([{"role": "user", "content": row["prompt"]}], tokenize=False)
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text and row["prompt"] in text
+
+
+def test_the_table_of_recipe_runs_puts_memory_beside_the_estimate(tmp_path):
+    """Of a run as a GPU would leave it: flags of a resolved command line, one row of metrics, and one that never got to a row."""
+    from qarl_openrlhf.checkpoint.flags import flatten
+    from qarl_openrlhf.cli import train_qarl
+    from qarl_openrlhf.planning.architecture import meta_model
+    from qarl_openrlhf.planning.memory import GIB, ModelShape, learner_tensors
+    from qarl_openrlhf.quant import QuantScheme
+    from qarl_openrlhf.quant.convert import convert_model
+    from tests.e2e.conftest import argv
+    from tests.tiny_models import save_tiny_model
+
+    model = save_tiny_model(tmp_path / "model", "qwen3")
+    flags = {
+        "device": "cpu", "actor.model_name_or_path": model, "data.prompt_dataset": "none.jsonl", "reward.remote_url": "none.py",
+        "vllm.num_engines": 1, "actor.num_gpus_per_node": 1, "ref.num_gpus_per_node": 1, "quant.scheme": "w4a16:g32",
+    }  # fmt: skip
+    args, _, _ = train_qarl.resolve(argv(flags))
+    network = meta_model(AutoConfig.from_pretrained(model), model)
+    wanted = learner_tensors(args, ModelShape.of(network, convert_model(network, QuantScheme.parse("w4a16:g32")), network.config))
+    for name, row in (("qarl", {"step": 1, "memory/learner_peak_gib": 1.5 * wanted / GIB, "sync/checksum_ok": 1.0}), ("stuck", None)):
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        (run / "run.json").write_text(json.dumps({"flags": dict(flatten(args))}, default=str))
+        if row:
+            (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    command = [sys.executable, "benchmarks/recipes_table.py", str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    head, _, qarl, stuck = ([cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.strip().splitlines())
+    assert dict(zip(head, qarl, strict=True))["peak / estimated"] == "1.50" and qarl[:3] == ["qarl", "1", "1"]
+    assert stuck[:3] == ["stuck", "0", "-"] and len(stuck) == len(head)

@@ -210,6 +210,8 @@ def test_only_the_response_is_learnt():
         (["--slips", "0.1", "--style", "equation"], "--slips 0.1: .*--style steps"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--scheme", "w3a16"], "--scheme w3a16: "),
+        (["--scheme", "w4a16:g64:rollout"], "--scheme w4a16:g64:rollout: .*write w4a16:g64$"),
+        (["--scheme", "w4a16", "--both", "-1"], "--both -1: give a number of steps"),
         (["--task", "sums"], "no task 'sums'"),
         (["--task", "spell_backward", "--config"], "needs an expression"),
         (["--config", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"], "only about (200|19.) different problems"),

@@ -11,6 +11,7 @@ ASLEEP = {"vllm.enable_sleep": True, "ds.enable_sleep": True, "sync.probe_every"
 MUON = {"actor.optim": "muon", "actor.muon.lr": 1e-4}
 RUNS = {
     "w4a16-adam-zero2": ASLEEP | {"quant.scheme": "w4a16", "ds.zero_stage": 2},
+    "w4a16-adam-zero3": ASLEEP | {"quant.scheme": "w4a16", "ds.zero_stage": 3},
     "fp8-muon-zero3": ASLEEP | MUON | {"quant.scheme": "fp8", "ds.zero_stage": 3},
     "w4a16-muon-zero2": ASLEEP | MUON | {"quant.scheme": "w4a16", "ds.zero_stage": 2},
     "moe-w4a16-muon-offload": ASLEEP | MUON | {"quant.scheme": "w4a16", "ds.zero_stage": 3, "ds.adam_offload": True},

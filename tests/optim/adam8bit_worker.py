@@ -17,6 +17,7 @@ def run(directory: str, stage: int, world: int, rank: int, bits: int, out: str) 
     import deepspeed
     from openrlhf.models import Actor
 
+    from qarl_openrlhf.actors import asleep
     from qarl_openrlhf.actors.strategy import make_strategy
     from qarl_openrlhf.cli import train_qarl
     from tests.e2e.conftest import argv
@@ -55,6 +56,8 @@ def run(directory: str, stage: int, world: int, rank: int, bits: int, out: str) 
     engine.save_checkpoint(out, tag="half")
     second, after = [step() for _ in range(STEPS // 2)], parameters()
     engine.load_checkpoint(out, tag="half")
+    asleep.offload(engine)  # --ds.enable_sleep: what comes back is what went
+    asleep.reload(engine)
     again, resumed = [step() for _ in range(STEPS // 2)], parameters()
     moments = [
         t for state in engine.basic_optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 4096

@@ -3,12 +3,12 @@
 usage: python -m tests.optim.muon_worker RANK WORLD_SIZE PORT OUT_FILE
 """
 
-import os
 import sys
 
 import torch
 
 from qarl_openrlhf import patches
+from tests.ranks import become
 
 STEPS, MICRO, LENGTH = 2, 2, 12
 MUON = {"lr": 1e-3, "momentum": 0.9}
@@ -174,9 +174,7 @@ def _unstacked(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def main() -> None:
     rank, world, port, out_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    become(rank, world, port)
     patches.apply()
     from openrlhf.utils import utils
 

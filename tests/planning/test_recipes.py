@@ -107,7 +107,15 @@ def test_short_responses_get_wider_bands():
     assert args.objective.name == "tbpo" and args.objective.hyperparameters["band_scale"] == pytest.approx((16384 / 4000) ** 0.5)
 
 
-@pytest.mark.parametrize("env, message", [({"ARM": "int4"}, "use bf16, rollout or qarl"), ({"ARM": "qarl", "QARL_GPUS_PER_NODE": "3"}, "engines of TP 2"), ({"QARL_PLACE": "beside"}, "use colocated or apart"), ({"QARL_PLACE": "apart", "QARL_NODES": "3"}, "halves the GPUs")])
+@pytest.mark.parametrize(
+    "env, message",
+    [
+        ({"ARM": "int4"}, "use bf16, rollout or qarl"),
+        ({"ARM": "qarl", "QARL_GPUS_PER_NODE": "3"}, "engines of TP 2"),
+        ({"QARL_PLACE": "beside"}, "use colocated or apart"),
+        ({"QARL_PLACE": "apart", "QARL_NODES": "3"}, "halves the GPUs"),
+    ],
+)
 def test_wrong_environment_is_refused(env, message):
     done = run_script("qwen3_30b_a3b", **env)
     assert done.returncode == 2 and message in done.stderr and done.stdout == ""

@@ -3,13 +3,13 @@
 usage: python -m tests.quant.zero3_load_worker RANK WORLD_SIZE PORT OUT_FILE
 """
 
-import os
 import sys
 
 import torch
 
 from qarl_openrlhf import patches
 from qarl_openrlhf.patches import zero3_loading
+from tests.ranks import become
 
 
 def load(directory: str) -> dict[str, torch.Tensor]:
@@ -28,9 +28,7 @@ def load(directory: str) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     rank, world, port, out_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    become(rank, world, port)
     patches.apply()
     import deepspeed
 
