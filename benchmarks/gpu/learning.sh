@@ -2,9 +2,11 @@
 # Issue 7 A, one GPU or several: arms x seeds on sums that a policy writes out step by step, learner and engine colocated. The policy: a small
 # Qwen3 made from nothing, or a model that is taught such sums first (QARL_LEARNING_BASE).
 #   bash benchmarks/gpu/learning.sh [GROUP ...]
-#   main        BF16, quantized rollout only and QaRL W4A16, each with TBPO and with GRPO+TIS; seeds 0, 1, 2
+#   main        BF16, quantized rollout only and QaRL W4A16, each with TBPO and with GRPO+TIS; the first seed. The other seeds: BF16
+#               with GRPO+TIS, quantized rollout only with both, QaRL with TBPO
 #   objectives  QaRL W4A16 with the other six objectives; seed 0
 #   schemes     fp8, w8a8 and w4a8 with TBPO; seed 0
+#   policy      only the policy that all of them start from
 # Stopped or out of time, the same command goes on from the last checkpoints. Tables and pictures: runs/learning/summary.md
 # env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on each GPU of CUDA_VISIBLE_DEVICES)
 #      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
@@ -16,7 +18,7 @@
 #      QARL_LEARNING_FLAGS="--actor.optim adam" (more flags, every run)  QARL_LEARNING_DEVICE=cuda (cpu: to try the commands)
 set -uo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
-known "main objectives schemes" "$@"
+known "main objectives schemes policy" "$@"
 [ $# -gt 0 ] || set -- main objectives schemes
 seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL_LEARNING_STEPS:-60}
 terms=${QARL_LEARNING_TERMS:-16} start=${QARL_LEARNING_START:-0.3} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
@@ -40,7 +42,7 @@ IFS=, read -r -a cards <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=inde
 gpus=${#cards[@]}
 [ "$gpus" -gt 0 ] || gpus=1
 
-policy=$root/runs/inputs/sums-$terms${base:+-$(basename "$base")}
+policy=$root/runs/inputs/sums-$terms${base:+-$(basename "$base")-both$both}
 w4a16=w4a16
 [ "$group" = 128 ] || w4a16=w4a16:g$group
 # All arms start from one policy. A small one made from nothing solves as many sums in 4 bits as in BF16. SmolLM2's weights, taught
@@ -78,7 +80,12 @@ plan() {
             main)
                 for seed in ${seeds//,/ }; do
                     for arm in ${arms//,/ }; do
-                        for scheme in bf16 "$w4a16:rollout" "$w4a16"; do echo "$seed $scheme $arm"; done
+                        for scheme in bf16 "$w4a16:rollout" "$w4a16"; do
+                            if [ "$seed" != "${seeds%%,*}" ] && [[ "$scheme $arm" == "bf16 tbpo" || "$scheme $arm" == "$w4a16 grpo_tis" ]]; then
+                                continue
+                            fi
+                            echo "$seed $scheme $arm"
+                        done
                     done
                 done
                 ;;
@@ -92,7 +99,7 @@ deadline=$(($(date +%s) + seconds))
 piece "the policy" "$seconds" env ${cards[0]:+CUDA_VISIBLE_DEVICES="${cards[0]}"} "$python" -m qarl_openrlhf.data.small_qwen3 "$policy" \
     --device "$device" --style steps --config "min_terms=$terms" "max_terms=$terms" min_digits=2 max_digits=2 \
     --prompts 4096 --heldout 256 "${size[@]}" --slips "$slips" --stop_at "$start"
-[ ${#failed[@]} -eq 0 ] || finish
+if [ ${#failed[@]} -gt 0 ] || [ "$*" = policy ]; then finish; fi
 # Each job has a directory of its own: two ablations do not share one. A place of xargs stays on one GPU.
 job='read -r -a cards <<<"$CARDS"; [ "$GPUS" = 1 ] || export CUDA_VISIBLE_DEVICES=${cards[PLACE % GPUS]}
     read -r seed scheme arm <<<"$1"; name=seed$seed-${scheme//:/-}-$arm; shift

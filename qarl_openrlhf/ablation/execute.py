@@ -144,5 +144,13 @@ def last_error(log: Path, lines: int = 400) -> str:
     if not log.is_file():
         return "no output"
     tail = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:] if line.strip()]
-    errors = [line for line in tail if line.split(":")[0].endswith(("Error", "Exception")) or "error:" in line]
-    return (errors or tail or ["no output"])[-1][:400]
+    joined = []
+    for line in tail:  # "Last error:" of NCCL says what on the line after it
+        if joined and joined[-1].endswith("error:"):
+            joined[-1] = f"{joined[-1]} {line}"
+        else:
+            joined.append(line)
+    errors = [
+        line for line in joined if line.split(":")[0].endswith(("Error", "Exception")) or ("error:" in line and line[-1] != ":")
+    ]
+    return (errors or joined or ["no output"])[-1][:400]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from qarl_openrlhf.actors.host_barrier import HostBarrier
 from qarl_openrlhf.actors.kept import global_kept, optimizer_steps
 from qarl_openrlhf.actors.loss import ObjectiveLoss, ObservedLoss
+from qarl_openrlhf.actors.micro_batches import to_device
 from qarl_openrlhf.metrics.accumulate import Sums
 from qarl_openrlhf.metrics.changed_codes import ChangedCodes
 from qarl_openrlhf.metrics.diagnostics import Diagnostics
@@ -141,7 +142,7 @@ class QarlActorTrainer(ActorPPOTrainer):
             drop_last=True,
             collate_fn=self.replay_buffer.collate_fn,
         )
-        batches = [batch.to_device(self.device) for batch in loader]
+        batches = [to_device(batch, self.device) for batch in loader]
         if not dynamic:
             whole = len(batches) - len(batches) % self.strategy.accumulated_gradient
             if whole < len(batches):

@@ -58,7 +58,8 @@ def train(
         ids, labels = (t.to(device) for t in collate(list(islice(pairs, batch_size)), tokenizer))
         with forms[step % len(forms)](), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(input_ids=ids, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+        asked = labels[:, 1:] != -100  # the others' logits are most of the memory where the vocabulary is large
+        loss = F.cross_entropy(logits[:, :-1][asked].float(), labels[:, 1:][asked])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,34 +1,75 @@
 """Metrics as sums, so that means are right however a batch is split over micro-batches and ranks."""
 
+import math
+
 import torch
 import torch.distributed as dist
 
+MOST_PENDING = 1 << 14  # numbers that wait on the device; each takes half a kilobyte there
+
 
 class Sums:
-    """Accumulates (numerator, denominator) pairs, extremes and samples; adds the ranks, divides once."""
+    """Accumulates (numerator, denominator) pairs, extremes and samples; adds the ranks, divides once.
+
+    Tensors that are added stay where they are until something is read: a number at a time would have the device finish what is
+    queued hundreds of times a step, which costs seconds on a card that other processes use, too.
+    """
 
     def __init__(self):
-        self.ratios: dict[str, list[float]] = {}
-        self.maxima: dict[str, float] = {}
-        self.minima: dict[str, float] = {}
+        self._pending: list[tuple[str, str, tuple]] = []
+        self._ratios: dict[str, list[float]] = {}
+        self._extremes: dict[str, dict[str, float]] = {"maxima": {}, "minima": {}}
         self.samples: dict[str, list[torch.Tensor]] = {}
         self.quantiles: dict[str, tuple[str, float]] = {}
         self.last: dict[str, float] = {}
 
     def add(self, name: str, numerator, denominator) -> None:
-        pair = self.ratios.setdefault(name, [0.0, 0.0])
-        pair[0] += float(numerator)
-        pair[1] += float(denominator)
+        """Numbers or tensors of one element."""
+        self._later("ratios", name, (numerator, denominator))
 
     def merge_ratios(self, ratios: dict) -> None:
-        for name, (numerator, denominator) in ratios.items():
-            self.add(name, numerator, denominator)
+        for name, pair in ratios.items():
+            self.add(name, *pair)
 
-    def maximum(self, name: str, value: float) -> None:
-        self.maxima[name] = max(self.maxima.get(name, value), value)
+    def maximum(self, name: str, value) -> None:
+        """A number or a tensor of one element; NaN, the extreme of nothing, is left out."""
+        self._later("maxima", name, (value,))
 
-    def minimum(self, name: str, value: float) -> None:
-        self.minima[name] = min(self.minima.get(name, value), value)
+    def minimum(self, name: str, value) -> None:
+        """See :meth:`maximum`."""
+        self._later("minima", name, (value,))
+
+    def _later(self, kind: str, name: str, values: tuple) -> None:
+        self._pending.append((kind, name, values))
+        if len(self._pending) >= MOST_PENDING:
+            self._settle()
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, []
+        numbers = iter(as_floats([value for _, _, values in pending for value in values]))
+        for kind, name, _ in pending:
+            if kind == "ratios":
+                pair = self._ratios.setdefault(name, [0.0, 0.0])
+                pair[0] += next(numbers)
+                pair[1] += next(numbers)
+            elif not math.isnan(value := next(numbers)):
+                known = self._extremes[kind]
+                known[name] = (max if kind == "maxima" else min)(known.get(name, value), value)
+
+    @property
+    def ratios(self) -> dict[str, list[float]]:
+        self._settle()
+        return self._ratios
+
+    @property
+    def maxima(self) -> dict[str, float]:
+        self._settle()
+        return self._extremes["maxima"]
+
+    @property
+    def minima(self) -> dict[str, float]:
+        self._settle()
+        return self._extremes["minima"]
 
     def sample(self, name: str, values: torch.Tensor, quantiles: dict[str, float]) -> None:
         """Keep ``values`` (1-D) for the quantiles {metric name: q}."""
@@ -68,6 +109,20 @@ class Sums:
             if values.numel():
                 metrics[metric] = float(_quantile(values, q))
         return metrics | self.last
+
+
+def as_floats(values: list) -> list[float]:
+    """Numbers and tensors of one element as floats: one transfer for each device and dtype."""
+    found, groups = [0.0] * len(values), {}
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            groups.setdefault((value.device, value.dtype), []).append(place)
+        else:
+            found[place] = float(value)
+    for places in groups.values():
+        for place, number in zip(places, torch.stack([values[i].detach().reshape(()) for i in places]).tolist(), strict=True):
+            found[place] = float(number)
+    return found
 
 
 def _quantile(values: torch.Tensor, q: float) -> torch.Tensor:

@@ -25,6 +25,7 @@ class Diagnostics:
 
     def begin(self, objective=None) -> None:
         self.seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.histograms = histograms.Histograms(self.device)
         self.recorder = TokenRecorder(self.tokenizer, objective)
 
@@ -59,12 +60,21 @@ class Diagnostics:
             counts = self.histograms.over_ranks()
             self.record = {"histograms": histograms.sparse(counts), "tokens": self.recorder.records()}
             metrics = histograms.out_of_band_fractions(counts["region"])
+        if self._events:
+            self._events[-1][1].synchronize()
+        self.seconds += sum(start.elapsed_time(end) for start, end in self._events) / 1e3
         return metrics | {"timing/diagnostics": self.seconds}
 
     @contextmanager
     def _timed(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what the step has queued is not ours; the first count would wait for it anyway
-        started = time.perf_counter()
+        if self.device.type != "cuda":
+            started = time.perf_counter()
+            yield
+            self.seconds += time.perf_counter() - started
+            return
+        # On the card's own clock: what the step has queued before is not ours, and nobody waits for it here.
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         yield
-        self.seconds += time.perf_counter() - started
+        end.record()
+        self._events.append((start, end))

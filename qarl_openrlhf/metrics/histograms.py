@@ -60,27 +60,26 @@ class Histograms:
         self._log_prob = as_tensor(PROB_EDGES).log()
         self._fine_log_prob = as_tensor(FINE_PROB_EDGES).log()
 
+    # Nothing here is of a size that depends on the mask, and whole numbers are added: no call waits for the device, and any order
+    # of the additions gives the same counts.
+
     def add_mismatch(self, old: Tensor, sampler: Tensor, advantages: Tensor, mask: Tensor) -> None:
-        sign, old, sampler = _sign(advantages)[mask], old[mask], sampler[mask]
-        self._count("mismatch", sign, self._old_prob(old), self._ratio_bin(old - sampler))
+        self._count("mismatch", mask, _sign(advantages), self._old_prob(old), self._ratio_bin(old - sampler))
 
     def add_update(self, current: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, states=None) -> None:
         """``states``: the objective's ``TokenStates``, where there is an objective."""
         lengths = mask.sum(-1)
         mean = torch.where(mask, current - old, 0.0).sum(-1) / lengths.clamp(min=1)
-        sign = _sign(advantages)
-        rows = lengths > 0
         # A response's advantages have one sign for all estimators but GAE; there it is that of their mean.
         row_sign = _sign(torch.where(mask, advantages, 0.0).sum(-1))
-        self._count("seq_ratio", row_sign[rows], self._ratio_bin(mean[rows]))
-        sign, old, current = sign[mask], old[mask], current[mask]
-        prob = self._old_prob(old)
-        self._count("ratio", sign, prob, self._ratio_bin(current - old))
+        self._count("seq_ratio", lengths > 0, row_sign, self._ratio_bin(mean))
+        sign, prob = _sign(advantages), self._old_prob(old)
+        self._count("ratio", mask, sign, prob, self._ratio_bin(current - old))
         fine = (torch.bucketize(x, self._fine_log_prob) for x in (old, current))
-        self._count("old_current", sign, *fine)
+        self._count("old_current", mask, sign, *fine)
         if states is not None:
-            self._count("weight", sign, prob, self._ratio_bin(states.weight[mask].log()))
-            self._count("region", sign, prob, states.region[mask])
+            self._count("weight", mask, sign, prob, self._ratio_bin(states.weight.log()))
+            self._count("region", mask, sign, prob, states.region)
 
     def _old_prob(self, log_probs: Tensor) -> Tensor:
         return torch.bucketize(log_probs, self._log_prob)
@@ -88,11 +87,12 @@ class Histograms:
     def _ratio_bin(self, log_ratio: Tensor) -> Tensor:
         return torch.bucketize(log_ratio, self._log_ratio)
 
-    def _count(self, name: str, *indices: Tensor) -> None:
-        flat = torch.zeros_like(indices[0])
+    def _count(self, name: str, mask: Tensor, *indices: Tensor) -> None:
+        flat = torch.zeros_like(mask, dtype=torch.int64)
         for index, size in zip(indices, shape(name), strict=True):
             flat = flat * size + index
-        self.counts[name] += torch.bincount(flat, minlength=self.counts[name].numel()).view(shape(name))
+        flat = torch.where(mask, flat, 0)  # what is outside the mask may be anything
+        self.counts[name].view(-1).scatter_add_(0, flat.flatten(), mask.flatten().long())
 
     def over_ranks(self) -> dict[str, Tensor]:
         """The counts on the CPU, added over all ranks (every rank must call it)."""
@@ -104,7 +104,7 @@ class Histograms:
 
 
 def _sign(advantages: Tensor) -> Tensor:
-    return advantages.sign().long() + 1
+    return (advantages > 0).long() - (advantages < 0).long() + 1
 
 
 def sparse(counts: dict[str, Tensor]) -> dict[str, dict[str, list[int]]]:

@@ -22,14 +22,12 @@ def statistics(learner: torch.Tensor, sampler: torch.Tensor, action_mask: torch.
     above the previous n), and ``policy/entropy_sampled`` (mean of -log pi_sampler, an unbiased entropy estimate).
     """
     mask = action_mask.bool()
-    delta = torch.where(mask, learner.float() - sampler.float(), 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    tokens = mask.sum()
-    if tokens == 0:
+    if not mask.numel():
         return {}
-    magnitude = delta.abs()
-    lengths = mask.sum(-1)
-    rows = lengths > 0
-    sequence_log_ratio = (delta.sum(-1)[rows] / lengths[rows]).double()
+    delta = torch.where(mask, learner.float() - sampler.float(), 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    magnitude, tokens, lengths = delta.abs(), mask.sum(), mask.sum(-1)
+    # NaN for a response without tokens; `Sums` leaves out an extreme that is NaN.
+    sequence_log_ratio = delta.sum(-1).double() / lengths
     ratios = {
         "mismatch/kl": (-delta.sum(), tokens),
         "mismatch/k3": (torch.where(mask, delta.exp() - 1 - delta, 0.0).sum(), tokens),
@@ -39,16 +37,24 @@ def statistics(learner: torch.Tensor, sampler: torch.Tensor, action_mask: torch.
     position = mask.long().cumsum(-1)
     below = 0
     for upper in POSITION_BUCKETS:
+        if below >= mask.shape[1]:
+            break
         here = mask & (position > below) & (position <= upper)
-        if here.any():
-            ratios[f"mismatch/abs_logp_by_position/{upper}"] = (magnitude[here].sum(), here.sum())
+        ratios[f"mismatch/abs_logp_by_position/{upper}"] = (torch.where(here, magnitude, 0.0).sum(), here.sum())
         below = upper
     return {
         "ratios": ratios,
         "maxima": {
-            "mismatch/abs_logp_max": float(magnitude.max()),
-            "mismatch/seq_ratio_max": float(sequence_log_ratio.max().exp()),
+            "mismatch/abs_logp_max": torch.where(tokens > 0, magnitude.max(), torch.nan),
+            "mismatch/seq_ratio_max": _extreme(sequence_log_ratio, lengths, torch.max).exp(),
         },
-        "minima": {"mismatch/seq_ratio_min": float(sequence_log_ratio.min().exp())},
+        "minima": {"mismatch/seq_ratio_min": _extreme(sequence_log_ratio, lengths, torch.min).exp()},
         "samples": {"token_ratio": (delta[mask].exp(), {"mismatch/ratio_p01": 0.01, "mismatch/ratio_p99": 0.99})},
     }
+
+
+def _extreme(values: torch.Tensor, lengths: torch.Tensor, which) -> torch.Tensor:
+    """The largest or smallest of [B] values where lengths > 0; NaN if there are none."""
+    rows = lengths > 0
+    aside = -torch.inf if which is torch.max else torch.inf
+    return torch.where(rows.any(), which(torch.where(rows, values, aside)), torch.nan)

@@ -27,11 +27,12 @@ class TokenRecorder:
         advantage = torch.where(mask, batch.advantages, 0.0).sum(-1) / lengths
         none = torch.full_like(score, -1.0)
         best = [torch.where(side & mask.any(-1), score, none).max(0) for side in (advantage > 0, advantage < 0)]
-        found = torch.stack([x.double() for pair in best for x in pair]).tolist()  # one wait for the device
+        answers = [x for pair in best for x in pair] + [mask[0].any()]
+        *found, first_has_tokens = torch.stack([x.double() for x in answers]).tolist()  # one wait for the device
         for why, value, row in zip(("most out of band, A > 0", "most out of band, A < 0"), found[::2], found[1::2]):
             if value >= 0 and value > self.chosen.get(why, (-1.0,))[0]:
                 self.chosen[why] = (value, self._row(batch, int(row), current, states, update))
-        if bool(mask[0].any()):
+        if first_has_tokens:
             self.chosen["as it comes"] = (0.0, self._row(batch, 0, current, states, update))
 
     def _row(self, batch, row: int, current: Tensor, states, update: int) -> dict:

@@ -20,16 +20,17 @@ def statistics(weight_versions: torch.Tensor, action_mask: torch.Tensor, version
     mask = action_mask.bool()
     known = mask & (weight_versions >= 0)
     count, lag = known.sum(), version - weight_versions
-    ratios = {"async/tokens_unknown_fraction": (mask.sum() - count, mask.sum())}
-    if count == 0:
-        return {"ratios": ratios}
-    ratios["async/version_lag_mean"] = (lag[known].sum(), count)
-    ratios["async/tokens_stale_fraction"] = ((lag[known] > 0).sum(), count)
+    ratios = {
+        "async/tokens_unknown_fraction": (mask.sum() - count, mask.sum()),
+        "async/version_lag_mean": (torch.where(known, lag, 0).sum(), count),
+        "async/tokens_stale_fraction": ((known & (lag > 0)).sum(), count),
+    }
     for n in LAGS:
-        here = lag[known] >= n if n == LAGS[-1] else lag[known] == n
-        ratios[f"async/tokens_by_lag/{n}"] = (here.sum(), count)
+        here = lag >= n if n == LAGS[-1] else lag == n
+        ratios[f"async/tokens_by_lag/{n}"] = ((known & here).sum(), count)
     rows = known.any(-1)
-    newest = torch.where(known, weight_versions, -1).amax(-1)[rows]
-    oldest = torch.where(known, weight_versions, torch.iinfo(torch.int64).max).amin(-1)[rows]
-    ratios["async/responses_mixed_fraction"] = ((newest != oldest).sum(), rows.sum())
-    return {"ratios": ratios, "maxima": {"async/version_lag_max": float(lag[known].max())}}
+    newest = torch.where(known, weight_versions, -1).amax(-1)
+    oldest = torch.where(known, weight_versions, torch.iinfo(torch.int64).max).amin(-1)
+    ratios["async/responses_mixed_fraction"] = (((newest != oldest) & rows).sum(), rows.sum())
+    largest = torch.where(known, lag, torch.iinfo(torch.int64).min).max()
+    return {"ratios": ratios, "maxima": {"async/version_lag_max": torch.where(count > 0, largest.double(), torch.nan)}}

@@ -6,14 +6,17 @@
     none     nothing: every forward quantizes                              0
 
 The packed bytes are the same in all three. A write to the parameter that autograd can see (``param._version``) makes a
-cached weight stale by itself. DeepSpeed writes through ``.data``, which it cannot see: whoever runs the optimizer step or
-loads a checkpoint calls :meth:`QuantCache.invalidate`.
+cached weight stale by itself, and so does a step of the PyTorch optimizer that holds the parameter: the fused ones write where
+autograd does not look. DeepSpeed's optimizers hold copies and write through ``.data``: whoever runs their step or loads a
+checkpoint calls :meth:`QuantCache.invalidate`.
 """
 
 import time
+import weakref
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qarl_openrlhf.kernels import dispatch, product
 from qarl_openrlhf.quant.errors import QuantError
@@ -32,6 +35,8 @@ class QuantStats:
 
 class StepWeight:
     """One layer's quantized weight for one optimizer step, with or without the copies the products read."""
+
+    source: int | None = None  # id of the parameter
 
     def __init__(self, packed: PackedWeight, version: int, keep_copies: bool, dequantized: Tensor | None = None):
         self.packed = packed
@@ -71,6 +76,7 @@ class QuantCache:
         self.quantized_forward = False
         self._weights: dict[str, StepWeight] = {}
         self._unchecked: dict[str, Tensor] = {}
+        _caches.add(self)
 
     def __reduce__(self):
         return (QuantCache, (self.mode,))  # a copied or pickled model starts with an empty cache
@@ -96,6 +102,7 @@ class QuantCache:
         self.stats.quantize_calls += 1
         self.stats.seconds += time.perf_counter() - started
         made = StepWeight(packed, weight._version, keep_copies, dequantized)
+        made.source = id(weight)
         if self.mode != "none":
             self._weights[name] = made
         return made
@@ -119,6 +126,22 @@ class QuantCache:
         self._weights.clear()
         self._unchecked.clear()
 
+    def forget(self, parameters: set[int]) -> None:
+        """Forget the weights that were made from the parameters of these ids."""
+        self._weights = {name: held for name, held in self._weights.items() if held.source not in parameters}
+
     @property
     def nbytes(self) -> int:
         return sum(held.nbytes for held in self._weights.values())
+
+
+_caches: "weakref.WeakSet[QuantCache]" = weakref.WeakSet()
+
+
+def _after_step(optimizer, *_) -> None:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for cache in _caches:
+        cache.forget(stepped)
+
+
+register_optimizer_step_post_hook(_after_step)

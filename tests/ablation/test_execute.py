@@ -105,3 +105,8 @@ def test_the_error_is_found_in_the_log(tmp_path):
     log.write_text("step 1\nKilled\n")
     assert last_error(log) == "Killed"
     assert json.dumps(last_error(log))
+    cause = "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    log.write_text(f"DistBackendError: NCCL error\n{cause}Cuda failure 2 'out of memory'\n")
+    assert last_error(log) == "Last error: Cuda failure 2 'out of memory'"
+    log.write_text(f"DistBackendError: NCCL error\n{cause}")
+    assert last_error(log) == "ncclUnhandledCudaError: Call to CUDA function failed."

@@ -68,7 +68,7 @@ def test_every_run_of_the_learning_groups_has_flags_that_exist():
 
     given = small_qwen3.make_parser().parse_args(words)
     assert policy == "qarl_openrlhf.data.small_qwen3" and given.hidden % 256 == given.intermediate % 256 == 0
-    assert len(runs) == 18 + 6 + 3
+    assert len(runs) == 14 + 6 + 3
     host = HostCommandLine()
     add_flags(host.parser)
     known = {flag for action in host.parser._actions for flag in action.option_strings}

@@ -165,6 +165,32 @@ def test_writes_to_the_parameter_are_noticed():
     assert layer.packed().changed_codes(third)[0] > 0
 
 
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),  # writes where autograd does not look
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=1e3, fused=True),
+    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_step_of_any_pytorch_optimizer_is_noticed(name):
+    model, other = tiny(), tiny()
+    for one in (model, other):
+        convert_model(one, parse("w4a16:g32"))
+    held = {name: layer.packed() for name, layer in quantized_layers(other).items()}
+    frozen = "model.layers.0.mlp.up_proj"
+    optimizer = OPTIMIZERS[name]([p for n, p in model.named_parameters() if not n.startswith(frozen)])
+    loss_of(model).backward()
+    before = {name: layer.packed() for name, layer in quantized_layers(model).items()}
+    optimizer.step()
+    after = {name: layer.packed() for name, layer in quantized_layers(model).items()}
+    assert all((after[name] is before[name]) == (name == frozen) for name in before)
+    assert sum(int(after[name].changed_codes(before[name])[0]) for name in before) > 0
+    assert all(layer.packed() is held[name] for name, layer in quantized_layers(other).items())
+
+
 def test_a_graph_keeps_the_weight_its_forward_used():
     """Backward after the parameter changed (and the cache moved on) still uses the forward's W_dq."""
     scheme, model = parse("w4a16:g32"), tiny()
