@@ -169,7 +169,6 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),  # writes where autograd does not look
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=1e3, fused=True),
     "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
 }
 
