@@ -1,4 +1,4 @@
-"""Table and pictures of finished or running runs: `python -m qarl_openrlhf.cli.report [NAME=]DIR ... [--out DIR] [--tokens]`."""
+"""Table and pictures of finished or running runs: `python -m qarl_openrlhf.cli.report [NAME=]DIR ... [--out DIR] [--until STEP] [--tokens]`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", default=None, help="where to write (default: into the directory given, or ./report for several)")
     parser.add_argument("--tokens", action="store_true", help="write tokens.html instead: recorded responses token by token")
     parser.add_argument("--steps", type=int, nargs="+", default=None, help="--tokens: which steps (default: up to 12 over the run)")
+    parser.add_argument("--until", type=int, default=None, metavar="STEP", help="leave out later steps: compare runs of different lengths")
     args = parser.parse_args(argv)
+    if args.until is not None and args.tokens:
+        parser.error("--until leaves out steps of tables and pictures: with --tokens, give --steps")
     if args.steps and not args.tokens:
         parser.error("--steps chooses responses to show: it needs --tokens")
     try:
@@ -96,8 +99,10 @@ def _tokens(args) -> None:
 def _report(args) -> None:
     runs = arms_of(args.runs)
     out = Path(args.out) if args.out else split_name(args.runs[0])[1] if len(args.runs) == 1 else Path("report")
-    report = write_report(runs, out)
+    report = write_report(runs, out, until=args.until)
     entries, written = entries_of(args.runs), list(report.pictures)
+    for each in entries:
+        each.run = each.run and each.run.cut(args.until)
     if len(entries) <= MAX_COLUMNS:
         print(report.text)
     if len(entries) > 1:

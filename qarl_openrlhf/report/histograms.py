@@ -24,12 +24,12 @@ class Histograms:
         """Bins of an axis: one a name, or one more than there are edges between them."""
         return len(self.bins[axis]) + (not isinstance(self.bins[axis][0], str))
 
-    def total(self, name: str) -> np.ndarray | None:
-        """int64 counts over all steps, one dimension an axis; None if nothing was counted."""
+    def total(self, name: str, until: int | None = None) -> np.ndarray | None:
+        """int64 counts over all steps (up to `until`), one dimension an axis; None if nothing was counted."""
         counts = np.zeros(int(np.prod([self.size(axis) for axis in self.axes[name]])), dtype=np.int64)
-        for step in self.steps.values():
-            if name in step:
-                counts[step[name]["at"]] += step[name]["n"]
+        for step, counted in self.steps.items():
+            if name in counted and (until is None or step <= until):
+                counts[counted[name]["at"]] += counted[name]["n"]
         return counts.reshape([self.size(axis) for axis in self.axes[name]]) if counts.any() else None
 
 
@@ -50,6 +50,6 @@ def load_histograms(directory: Path) -> Histograms | None:
 
 def total_of(runs: list[Run], name: str) -> tuple[np.ndarray, Histograms] | None:
     """Counts of all runs of an arm together, and the axes; None if no run has them."""
-    found = [h for h in (load_histograms(run.directory) for run in runs) if h is not None and name in h.axes]
-    totals = [(total, h) for total, h in ((h.total(name), h) for h in found) if total is not None]
+    found = [(h, run.until) for h, run in ((load_histograms(run.directory), run) for run in runs) if h is not None and name in h.axes]
+    totals = [(total, h) for total, h in ((h.total(name, until), h) for h, until in found) if total is not None]
     return (sum(total for total, _ in totals), totals[0][1]) if totals else None

@@ -20,6 +20,7 @@ PHASE_COLORS = {
     "publish": "#009e73",
     "other": "#bbbbbb",
 }
+MAX_INSIDE, LEGEND_WIDTH = 6, 1.9  # entries of a legend that stands in a panel; inches of one that stands beside it
 Arms = dict[str, list[Run]]
 
 
@@ -67,7 +68,13 @@ def _lines(axis, arms: Arms, name: str, *, style: str = "-", label: str = "{arm}
 
 
 def _legend(axis) -> None:
-    if len(axis.get_legend_handles_labels()[1]) > 1:
+    handles, labels = axis.get_legend_handles_labels()
+    if len(labels) > MAX_INSIDE:  # it would hide the curves
+        figure = axis.figure
+        if not figure.legends:
+            figure.set_figwidth(figure.get_figwidth() + LEGEND_WIDTH)
+            figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside right upper")
+    elif len(labels) > 1:
         axis.legend(fontsize=8, framealpha=0.8, edgecolor="none")
 
 

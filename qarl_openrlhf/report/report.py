@@ -23,13 +23,14 @@ class Report:
     notes: list[str]
 
 
-def write_report(arms: dict[str, list[str | os.PathLike]], out: str | os.PathLike) -> Report:
-    """Reads the runs of each arm ({name: [run directory, ...]}) and writes NAME.png files and report.txt into `out`.
+def write_report(arms: dict[str, list[str | os.PathLike]], out: str | os.PathLike, *, until: int | None = None) -> Report:
+    """Reads the runs of each arm ({name: [run directory, ...]}) up to step `until` and writes NAME.png files and report.txt
+    into `out`.
 
     A picture whose metrics no run has, or with shares of 0 alone, is skipped with a note. Raises ReportError for a directory
     without metrics.
     """
-    runs = {name: [load_run(directory) for directory in directories] for name, directories in arms.items()}
+    runs = {name: [load_run(directory).cut(until) for directory in directories] for name, directories in arms.items()}
     notes = [note for group in runs.values() for run in group for note in run.notes]
     out = Path(out)
     pictures = []

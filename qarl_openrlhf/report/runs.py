@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qarl_openrlhf.data.lines import read_lines
@@ -23,10 +23,20 @@ class Run:
     rows: list[dict]
     notes: list[str] = field(default_factory=list)
     evaluations: list[dict] = field(default_factory=list)  # of held-out data: rows of evaluations.jsonl, step 0 the start policy
+    until: int | None = None  # later steps were left out
 
     @property
     def steps(self) -> list[int]:
         return [row["step"] for row in self.rows]
+
+    def cut(self, until: int | None) -> "Run":
+        """The same run without the steps after `until`; ReportError if none is left."""
+        if until is None:
+            return self
+        rows, evaluations = ([row for row in some if row["step"] <= until] for some in (self.rows, self.evaluations))
+        if not rows:
+            raise ReportError(f"{self.directory} has no step up to {until}: its first is {self.rows[0]['step']}")
+        return replace(self, rows=rows, evaluations=evaluations, until=until)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of one metric, without the steps that lack it."""

@@ -8,8 +8,9 @@ import random
 import pytest
 
 from qarl_openrlhf.cli import report as cli
+from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.metrics.writer import MetricsWriter
-from qarl_openrlhf.report import load_run, write_report
+from qarl_openrlhf.report import histograms, load_run, plots, write_report
 from qarl_openrlhf.report.collapse import collapse_reason
 from qarl_openrlhf.report.discover import arms, entries_below, identify
 
@@ -146,3 +147,36 @@ def test_runs_of_one_arm_and_seed_are_told_apart(tmp_path):
     names = arms(entries_below(tmp_path))
     assert len(names) == 3 and names["tbpo w4a16"] == [tmp_path / "a/tbpo/w4a16/seed1"]
     assert identify(tmp_path / "nowhere").arm == "nowhere"
+
+
+def test_runs_of_different_lengths_are_compared_up_to_one_step(tmp_path, capsys):
+    from tests.metrics.test_diagnostics import observed
+
+    for length in (12, 20):
+        directory = tmp_path / "set" / f"arm{length}" / "w4a16" / "seed0"
+        write_rewards(directory, [0.1 * (step > 12) for step in range(1, length + 1)])
+        record = observed()[2].record
+        for step in range(1, length + 1):
+            write_records(str(directory), step, record)
+        MetricsWriter(str(directory)).evaluation(length, {"eval_a_pass1": length / 100})
+    run = load_run(directory).cut(12)
+    assert run.steps == list(range(1, 13)) and run.evaluations == [] and run.cut(None) is run
+    whole, part = (histograms.total_of([one], "mismatch")[0].sum() for one in (load_run(directory), run))
+    assert part * 20 == whole * 12
+    cli.main([str(tmp_path / "set"), "--until", "12", "--out", str(tmp_path / "out")])
+    rows = list(csv.DictReader(open(tmp_path / "out" / "summary.csv")))
+    assert {row["steps"] for row in rows} == {"12"} and {float(row["final_reward"]) for row in rows} == {0.0}
+    assert sorted(row["final_heldout"] for row in rows) == ["", "0.12"]
+    with pytest.raises(SystemExit, match="has no step up to 0: its first is 1"):
+        cli.main([str(tmp_path / "set"), "--until", "0", "--out", str(tmp_path / "none")])
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(SystemExit):
+        cli.main([str(tmp_path / "set"), "--until", "3", "--tokens"])
+    assert "with --tokens, give --steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count, beside", [(6, False), (7, True)])
+def test_the_legend_of_many_arms_stands_beside_the_curves(tmp_path, count, beside):
+    runs = {f"arm{i}": [load_run(write_rewards(tmp_path / str(i), [0.1, 0.2]))] for i in range(count)}
+    figure = plots.reward(runs)
+    assert len(figure.legends) == beside and (figure.axes[0].get_legend() is None) == beside
