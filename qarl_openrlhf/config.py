@@ -102,6 +102,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     if device == "cpu" and args.quant.kernel == "triton":
         raise ConfigError("--quant.kernel triton runs on GPUs only: on a CPU use auto or torch")
     _check_objective(args, typed)
+    _check_learner(args)
     if scheme.quantized:
         _check_quantized(args, scheme, device)
     if args.rollout.top_p < 1 and not args.rollout.allow_truncated_sampling:
@@ -115,7 +116,6 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
         raise ConfigError("--sync.probe_every must be at least 1")
     args.sync.transport = choose_transport(args, device)
     _check_schedulers(args)
-    _check_logprob_chunk(args)
     _check_evaluation(args)
     _check_dynamic_batches(args)
     _check_muon(args, typed)
@@ -198,15 +198,6 @@ def _check_evaluation(args) -> None:
         raise ConfigError(f"--eval.dataset {args.eval.dataset} is never evaluated: add --eval.steps N")
 
 
-def _check_logprob_chunk(args) -> None:
-    if not args.actor.logprob_chunk:
-        return
-    if args.ds.tensor_parallel_size > 1:
-        raise ConfigError(
-            "--actor.logprob_chunk with --ds.tensor_parallel_size > 1: lm_head is no plain product there; use --actor.logprob_chunk 0"
-        )
-
-
 def _check_schedulers(args) -> None:
     from transformers import SchedulerType
 
@@ -237,21 +228,31 @@ def _check_muon(args, typed: set[str]) -> None:
             )
 
 
+def _check_learner(args) -> None:
+    """What the engines get is the learner's own parameters, whole, under the checkpoint's names."""
+    if args.ds.lora.rank > 0:
+        raise ConfigError(
+            f"--ds.lora.rank {args.ds.lora.rank} is not supported: the full weights are trained and published, and an engine's model has "
+            "no place for an adapter's; leave it out"
+        )
+    if args.ds.load_in_4bit:
+        raise ConfigError(
+            "--ds.load_in_4bit would load the policy in NF4, too, which can be neither trained nor published: --ref.load_in_4bit is for the "
+            "reference model alone"
+        )
+    if args.ds.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--ds.tensor_parallel_size {args.ds.tensor_parallel_size} is not supported: a learner's rank would publish a part of each weight; "
+            "use --ds.zero_stage 3"
+        )
+
+
 def _check_quantized(args, scheme: QuantScheme, device: str) -> None:
     if args.ds.param_dtype == "fp16" and not args.quant.allow_fp16:
         raise ConfigError(
             f"--ds.param_dtype fp16 with --quant.scheme {scheme}: FP16 gradients underflow to NaN (QaRL, section 4); use bf16, "
             "or --quant.allow_fp16 for an ablation"
         )
-    if args.ds.load_in_4bit:
-        raise ConfigError(
-            f"--ds.load_in_4bit would load the policy in NF4, too, which --quant.scheme {scheme} cannot train: --ref.load_in_4bit is for the "
-            "reference model alone"
-        )
-    if args.ds.lora.rank > 0:
-        raise ConfigError(f"--ds.lora.rank with --quant.scheme {scheme} is not supported: QaRL trains the full weights")
-    if args.ds.tensor_parallel_size > 1:
-        raise ConfigError(f"--ds.tensor_parallel_size > 1 with --quant.scheme {scheme} is not supported; use ZeRO-3")
     if scheme.aligned and scheme.activation_format != "bf16" and args.vllm.tensor_parallel_size > 1:
         raise ConfigError(
             f"--vllm.tensor_parallel_size {args.vllm.tensor_parallel_size} with --quant.scheme {scheme}: each engine rank would "

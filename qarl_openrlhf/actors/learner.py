@@ -134,7 +134,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         dynamic = self.args.train.dynamic_batch_enable
         if dynamic:
             self.replay_buffer.setup_dynamic_batch(self.strategy)
-        shuffle = self.strategy.ring_attn_group is None and self.args.ds.tensor_parallel_size <= 1 and not dynamic
+        shuffle = self.strategy.ring_attn_group is None and not dynamic
         loader = DataLoader(
             self.replay_buffer,
             batch_size=self.replay_buffer.sample_batch_size,

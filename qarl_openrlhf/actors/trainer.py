@@ -24,9 +24,8 @@ class QarlExperienceMaker(RemoteExperienceMaker):
 
     def _dispatch_forward(self, group, sync_condition, **kwargs):
         if group is self.actor_model_group and not self._reward_needs_kl():
-            copies = self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
             placeholder = [mask.float() * 0 for mask in kwargs["action_mask"]]
-            return [ray.put(placeholder)] * copies
+            return [ray.put(placeholder)] * self.args.ds.ring_attn_size
         return super()._dispatch_forward(group, sync_condition, **kwargs)
 
     def _reward_needs_kl(self) -> bool:

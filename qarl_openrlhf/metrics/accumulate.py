@@ -40,7 +40,8 @@ class Sums:
         self._later("minima", name, (value,))
 
     def _later(self, kind: str, name: str, values: tuple) -> None:
-        self._pending.append((kind, name, values))
+        # Detached: what waits here must not keep a micro-batch's graph alive.
+        self._pending.append((kind, name, tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in values)))
         if len(self._pending) >= MOST_PENDING:
             self._settle()
 
@@ -120,7 +121,7 @@ def as_floats(values: list) -> list[float]:
         else:
             found[place] = float(value)
     for places in groups.values():
-        for place, number in zip(places, torch.stack([values[i].detach().reshape(()) for i in places]).tolist(), strict=True):
+        for place, number in zip(places, torch.stack([values[i].reshape(()) for i in places]).tolist(), strict=True):
             found[place] = float(number)
     return found
 

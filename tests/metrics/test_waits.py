@@ -1,6 +1,7 @@
 """Watching a rollout does not have the device finish its queue for every number: counted by what would wait on a card."""
 
 import types
+import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,3 +80,14 @@ def test_sums_settle_by_themselves_and_leave_out_the_extremes_of_nothing(monkeyp
         sums.maximum("most", torch.tensor(float(k)) if k != 9 else torch.tensor(float("nan")))
         sums.minimum("least", torch.tensor(float("nan")))
     assert sums.metrics() == {"mean": 45 / 20, "most": 8.0}
+
+
+def test_what_waits_keeps_no_graph():
+    def hidden(sums) -> weakref.ref:
+        activation = torch.ones(3, requires_grad=True) * 2
+        sums.add("mean", activation.sum(), 3)
+        return weakref.ref(activation.grad_fn)
+
+    sums = Sums()
+    graph = hidden(sums)
+    assert graph() is None and sums.ratios == {"mean": [6.0, 3.0]}
