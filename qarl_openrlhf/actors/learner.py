@@ -2,9 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
-import deepspeed
 import ray
 import torch
 import torch.distributed as dist
@@ -24,6 +22,7 @@ from qarl_openrlhf.metrics.kernels import KernelReport
 from qarl_openrlhf.metrics.start_policy import MAX_RESPONSES, SHARE, StartPolicy
 from qarl_openrlhf.objectives import band_warning, build_objective, metrics_from_sums
 from qarl_openrlhf.quant.convert import published_tensors
+from qarl_openrlhf.sync.gather import TimedGather
 from qarl_openrlhf.sync.probe import LogprobProbe
 
 
@@ -50,7 +49,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         self.start_policy = StartPolicy.load(self.args.metrics.dir) if self.args.ckpt.load_enable else None
         self.start_policy_saved = self.start_policy is not None
         self.version = 0
-        self.gather_seconds = 0.0
+        self.gather = TimedGather()
         self.publish_metrics: dict = {}
         self.changed_codes = ChangedCodes()
         self.kernel_report = KernelReport(self.args.quant.kernel)
@@ -259,24 +258,14 @@ class QarlActorTrainer(ActorPPOTrainer):
 
     def published_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the engines get, in checkpoint names. Every rank must exhaust it: ZeRO-3 gathers layer by layer."""
-        gather = self._timed_gather if self.args.ds.zero_stage == 3 else None
+        gather = self.gather if self.args.ds.zero_stage == 3 else None
         return published_tensors(self.actor.network, self.actor.scheme, gather=gather)
-
-    @contextmanager
-    def _timed_gather(self, parameters: list):
-        """``GatheredParameters``, adding the time it takes (not what is done meanwhile) to ``gather_seconds``."""
-        started = time.perf_counter()
-        with deepspeed.zero.GatheredParameters(parameters):
-            self.gather_seconds += time.perf_counter() - started
-            yield
-            started = time.perf_counter()
-        self.gather_seconds += time.perf_counter() - started
 
     def broadcast_to_vllm(self) -> None:
         """Publish the current weights to every engine, verify, probe. Errors name engine and tensor."""
         started = time.perf_counter()
         self.version += 1
-        self.gather_seconds = 0.0
+        self.gather.seconds = 0.0
         cache = self.actor.quant_cache
         quantize_before = cache.stats.seconds
         tensors = self.published_tensors()
@@ -288,7 +277,7 @@ class QarlActorTrainer(ActorPPOTrainer):
             for _ in tensors:
                 pass
         metrics["sync/quantise_ms"] = (cache.stats.seconds - quantize_before) * 1e3
-        metrics["sync/gather_ms"] = self.gather_seconds * 1e3
+        metrics["sync/gather_ms"] = self.gather.seconds * 1e3
         if self.version == 1 or self.version % self.args.sync.probe_every == 0:
             metrics |= self.probe.run(self.actor, self.vllm_engines, self.version, is_sender=self.publisher is not None)
             metrics |= self._start_kl()

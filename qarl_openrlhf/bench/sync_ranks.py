@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from datetime import timedelta
 
 import ray
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from qarl_openrlhf.bench import sync
 from qarl_openrlhf.runtime import free_port
+from qarl_openrlhf.sync.gather import TimedGather
 
 JOIN_TIMEOUT = timedelta(seconds=180)
 
@@ -25,7 +25,7 @@ class LearnerRank(sync.Learner):
 
     def __init__(self, rank: int, ranks: int):
         self.rank, self.ranks = rank, ranks
-        self.gather_seconds = 0.0
+        self.gathered = TimedGather()
 
     def meeting_point(self) -> tuple[str, int]:
         """Address and free port of this rank's host."""
@@ -66,27 +66,16 @@ class LearnerRank(sync.Learner):
         self.whole = set(map(id, whole))
         return model
 
-    @contextmanager
-    def gather(self, parameters: list) -> Iterator[None]:
-        """``GatheredParameters``, adding the time it takes on the host to ``gather_seconds``, as the training run does."""
-        import deepspeed
-
-        if all(id(parameter) in self.whole for parameter in parameters):
-            yield
-            return
-        started = time.perf_counter()
-        with deepspeed.zero.GatheredParameters(parameters):
-            self.gather_seconds += time.perf_counter() - started
-            yield
-            started = time.perf_counter()
-        self.gather_seconds += time.perf_counter() - started
+    def gather(self, parameters: list):
+        """What a training run gathers with; nothing for parameters that are whole already."""
+        return nullcontext() if all(id(parameter) in self.whole for parameter in parameters) else self.gathered(parameters)
 
     def push(self, fingerprint: bool = False) -> dict:
         """Rank 0 publishes and measures; the others gather along. {} from them."""
         self._begin()
         if self.rank == 0:
             metrics = super().push(fingerprint)
-            return metrics | {"sync/gather_ms": self.gather_seconds * 1e3}
+            return metrics | {"sync/gather_ms": self.gathered.seconds * 1e3}
         for _ in self.tensors():
             pass
         return {}
@@ -111,7 +100,7 @@ class LearnerRank(sync.Learner):
         """All ranks start at once: Ray's calls reach them milliseconds apart."""
         self._wait()
         dist.barrier()
-        self.gather_seconds = 0.0
+        self.gathered.seconds = 0.0
 
 
 class Learners:
