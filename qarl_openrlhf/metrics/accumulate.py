@@ -5,7 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 
-MOST_PENDING = 1 << 14  # numbers that wait on the device; each takes half a kilobyte there
+MOST_PENDING = 1 << 14  # entries that wait on the device, of one or two numbers, each half a kilobyte there
 
 
 class Sums:
@@ -73,8 +73,8 @@ class Sums:
         return self._extremes["minima"]
 
     def sample(self, name: str, values: torch.Tensor, quantiles: dict[str, float]) -> None:
-        """Keep ``values`` (1-D) for the quantiles {metric name: q}."""
-        self.samples.setdefault(name, []).append(values.detach().float().flatten().cpu())
+        """Keep ``values`` for the quantiles {metric name: q}; those that are NaN are left out when they are read."""
+        self.samples.setdefault(name, []).append(values.detach().float().flatten())
         self.quantiles |= {metric: (name, q) for metric, q in quantiles.items()}
 
     def merge(self, statistics) -> None:
@@ -92,7 +92,7 @@ class Sums:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
         mine = {"ratios": self.ratios, "maxima": self.maxima, "minima": self.minima}
-        mine["samples"] = {name: (torch.cat(parts), {}) for name, parts in self.samples.items()}
+        mine["samples"] = {name: (self._sampled(name), {}) for name in self.samples}
         ranks = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
         total = Sums()
@@ -105,11 +105,15 @@ class Sums:
         """Means, extremes, quantiles and last values. A mean over nothing is left out."""
         metrics = {name: n / d for name, (n, d) in self.ratios.items() if d}
         metrics |= self.maxima | self.minima
+        sampled = {name: self._sampled(name) for name in {name for name, _ in self.quantiles.values()}}
         for metric, (name, q) in self.quantiles.items():
-            values = torch.cat(self.samples.get(name, [torch.empty(0)]))
-            if values.numel():
-                metrics[metric] = float(_quantile(values, q))
+            if sampled[name].numel():
+                metrics[metric] = float(_quantile(sampled[name], q))
         return metrics | self.last
+
+    def _sampled(self, name: str) -> torch.Tensor:
+        values = torch.cat(self.samples.get(name, [torch.empty(0)])).cpu()
+        return values[~values.isnan()]
 
 
 def as_floats(values: list) -> list[float]:

@@ -49,7 +49,9 @@ def statistics(learner: torch.Tensor, sampler: torch.Tensor, action_mask: torch.
             "mismatch/seq_ratio_max": _extreme(sequence_log_ratio, lengths, torch.max).exp(),
         },
         "minima": {"mismatch/seq_ratio_min": _extreme(sequence_log_ratio, lengths, torch.min).exp()},
-        "samples": {"token_ratio": (delta[mask].exp(), {"mismatch/ratio_p01": 0.01, "mismatch/ratio_p99": 0.99})},
+        "samples": {
+            "token_ratio": (torch.where(mask, delta.exp(), torch.nan), {"mismatch/ratio_p01": 0.01, "mismatch/ratio_p99": 0.99}),
+        },
     }
 
 

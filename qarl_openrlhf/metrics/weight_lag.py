@@ -18,6 +18,8 @@ def statistics(weight_versions: torch.Tensor, action_mask: torch.Tensor, version
     ``tokens_unknown_fraction`` (an agent changed what was sampled).
     """
     mask = action_mask.bool()
+    if not mask.numel():
+        return {}
     known = mask & (weight_versions >= 0)
     count, lag = known.sum(), version - weight_versions
     ratios = {

@@ -20,7 +20,7 @@ PHASE_COLORS = {
     "publish": "#009e73",
     "other": "#bbbbbb",
 }
-MAX_INSIDE, LEGEND_WIDTH = 6, 1.9  # entries of a legend that stands in a panel; inches of one that stands beside it
+MAX_INSIDE, LEGEND_WIDTH = 5, 1.9  # entries of a legend that stands in a panel; inches of one that stands beside it
 Arms = dict[str, list[Run]]
 
 

@@ -1,11 +1,15 @@
-"""Watching a rollout does not have the device finish its queue for every number: counted by what would wait on a card."""
+"""Watching a rollout does not have the device finish its queue for every number: counted by what would wait on a card.
+
+What ``Waits`` cannot see of tensors in main memory (``tolist``, ``cpu``) is counted where it is done, and by tests/gpu/test_waits.py.
+"""
 
 import types
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qarl_openrlhf.metrics import diagnostics
+from qarl_openrlhf.metrics import accumulate, diagnostics
 from qarl_openrlhf.metrics.accumulate import Sums, as_floats
 from qarl_openrlhf.objectives import build_objective
 from tests.metrics.test_diagnostics import CPU, experience
@@ -28,7 +32,15 @@ class Waits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_micro_batch_waits_once_when_sampled_and_never_in_the_histograms():
+@pytest.fixture
+def transfers(monkeypatch) -> list[int]:
+    """How many numbers each transfer of ``as_floats`` brought."""
+    made = []
+    monkeypatch.setattr(accumulate, "as_floats", lambda values: made.append(len(values)) or as_floats(values))
+    return made
+
+
+def test_a_micro_batch_waits_for_nothing_when_sampled_and_its_numbers_come_in_one_transfer(transfers):
     objective = build_objective("tbpo")
     batch, current = experience()
     batch.weight_versions = torch.where(batch.action_mask.bool(), 3, -1)
@@ -37,13 +49,38 @@ def test_a_micro_batch_waits_once_when_sampled_and_never_in_the_histograms():
     watch.begin(objective)
     sums = Sums()
     with Waits() as waits:
-        watch.sampled(batch, sums, version=4)
+        for _ in range(3):
+            watch.sampled(batch, sums, version=4)
         sums.merge_ratios({"a": (torch.tensor(1.0), torch.tensor(2))})
-    assert waits.found == ["index"]  # the ratios' quantiles: as many as there are tokens
-    with Waits() as waits:
         watch.histograms.add_update(current, batch.action_log_probs, batch.advantages, batch.action_mask.bool(), states)
-    assert waits.found == []
+    assert waits.found == [] and transfers == []
     assert sums.ratios["a"] == [1.0, 2.0] and sums.maxima["async/version_lag_max"] == 1.0
+    assert len([count for count in transfers if count]) == 1 and transfers[0] > 100
+
+
+def test_the_metrics_of_a_training_step_are_read_once(transfers):
+    """``QarlActorTrainer._collect`` on what OpenRLHF's training step returns."""
+    from qarl_openrlhf.actors.learner import QarlActorTrainer
+    from qarl_openrlhf.actors.loss import ObjectiveLoss
+
+    batch, current = experience()
+    loss = ObjectiveLoss(build_objective("tbpo"))
+    loss(current, batch.action_log_probs, batch.advantages, batch.action_mask, batch.rollout_log_probs, dp_size=1, batch_num_tokens=10.0)
+    status = {
+        "metrics": {"reward": torch.arange(8.0), "ppo_kl": torch.tensor(0.5), "entropy_loss": torch.tensor(2.0), "actor_lr": 1e-6},
+        "weights": {"reward": "sample", "ppo_kl": "token", "entropy_loss": "token", "actor_lr": None},
+        "num_samples": 8.0,
+        "num_action_tokens": 20.0,
+    }
+    sums = Sums()
+    with Waits() as waits:
+        for update in range(3):
+            QarlActorTrainer._collect(types.SimpleNamespace(actor_loss_fn=loss), sums, status, update)
+    assert waits.found == [] and transfers == []
+    metrics = sums.metrics()
+    assert metrics["reward"] == 3.5 and metrics["ppo_kl"] == 0.5 and metrics["actor_lr"] == 1e-6 and metrics["policy/entropy"] == 1.0
+    assert "objective/in_band_frac_by_update/2" in metrics
+    assert len([count for count in transfers if count]) == 1
 
 
 def test_what_is_outside_the_mask_counts_nowhere_whatever_it_is():

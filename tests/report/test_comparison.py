@@ -175,7 +175,7 @@ def test_runs_of_different_lengths_are_compared_up_to_one_step(tmp_path, capsys)
     assert "with --tokens, give --steps" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("count, beside", [(6, False), (7, True)])
+@pytest.mark.parametrize("count, beside", [(5, False), (6, True)])
 def test_the_legend_of_many_arms_stands_beside_the_curves(tmp_path, count, beside):
     runs = {f"arm{i}": [load_run(write_rewards(tmp_path / str(i), [0.1, 0.2]))] for i in range(count)}
     figure = plots.reward(runs)
