@@ -1,6 +1,7 @@
 """From parsed flags to a checked configuration: what is derived, and which combinations are refused before anything starts."""
 
 import importlib.util
+import os
 from types import SimpleNamespace
 
 import torch
@@ -71,7 +72,27 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
         set_default("algo.kl.init_coef", 0.0, "an objective of ours has no KL term unless you ask for one")
     if getattr(flat, "metrics.dir") is None:
         setattr(flat, "metrics.dir", getattr(flat, "ckpt.output_dir"))
+    else:  # OpenRLHF's ./ckpt would be the model of whichever run ended last
+        for name, folder in (("ckpt.output_dir", "model"), ("ckpt.path", "checkpoints")):
+            if name not in typed:
+                setattr(flat, name, os.path.join(getattr(flat, "metrics.dir"), folder))
+    _check_rollout_batches(flat)
     return notes
+
+
+def _check_rollout_batches(flat) -> None:
+    """Every learner process must get a micro-batch of each rollout (an assertion of OpenRLHF's, which names no flag)."""
+    responses = getattr(flat, "rollout.batch_size") * getattr(flat, "rollout.n_samples_per_prompt")
+    learners = getattr(flat, "actor.num_nodes") * getattr(flat, "actor.num_gpus_per_node") // max(1, getattr(flat, "ds.ring_attn_size"))
+    micro = getattr(flat, "rollout.micro_batch_size")
+    if learners and responses // micro < learners:
+        how = f"--rollout.batch_size {getattr(flat, 'rollout.batch_size')} x --rollout.n_samples_per_prompt {getattr(flat, 'rollout.n_samples_per_prompt')}"
+        if responses < learners:
+            raise ConfigError(f"{how} are fewer responses than there are learner processes ({learners}): sample more")
+        raise ConfigError(
+            f"{how} = {responses} responses in micro-batches of --rollout.micro_batch_size {micro} leave some of the {learners} learner "
+            f"processes without one: use --rollout.micro_batch_size {responses // learners} or less"
+        )
 
 
 def check_card(scheme: QuantScheme, capability: tuple[int, int], card: str) -> None:

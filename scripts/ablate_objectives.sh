@@ -4,7 +4,7 @@
 # minutes of one core), that solves 40 % of its sums of five terms, written out step by step. One run each, one after another;
 # stopped, the same command goes on where it was. Tables and pictures: $QARL_ABLATION_DIR/summary.md and beside it.
 #   bash scripts/ablate_objectives.sh                                  24 runs of two to three minutes each on two busy cores
-#   bash scripts/ablate_objectives.sh --dry_run                        the train_qarl commands
+#   bash scripts/ablate_objectives.sh --dry_run                        the train_qarl commands (makes the policy, which they are checked with)
 #   bash scripts/ablate_objectives.sh --actor.adam.lr 1e-4             more flags of train_qarl, for every run
 # env: QARL_ABLATION_STEPS=16  QARL_ABLATION_SEEDS=0,1  QARL_ABLATION_DIR=runs/ablation
 #      QARL_ABLATION_ARMS=... and QARL_ABLATION_SCHEMES=...  one comparison of your own in place of the paper's two

@@ -19,6 +19,10 @@ need QARL_QUICKSTART_SEED "$seed" "0|$count" "a whole number, 0 or more"
 need QARL_QUICKSTART_LR "$lr" '[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?' "a learning rate, e.g. 5e-6"
 need QARL_QUICKSTART_DEVICE "$device" "cpu|cuda" "cpu or cuda"
 inputs=$root/runs/inputs
+if [ "$device" = cuda ] && ! nvidia-smi -L 2>/dev/null | grep -q .; then
+    say "no NVIDIA GPU answers here (nvidia-smi -L): scripts/quickstart.sh is the same job on a CPU"
+    exit 1
+fi
 if [ "$device" = cuda ]; then  # learner and engine take turns on one GPU; ipc carries the push
     prompts=32 mini=64 micro=64
     placement=(--train.colocate_all --vllm.gpu_memory_utilization 0.3)

@@ -53,6 +53,11 @@ if [ -d "$venv" ] && [ -n "$(ls -A "$venv")" ] && [ ! -e "$stamp" ] && [ ! -e "$
     exit 1
 fi
 
+if [ -e "$stamp" ] && [ ! -e "$incomplete" ] && [ ! -d "$venv/lib/python$python_version" ]; then
+    say "$venv is an environment of the other kind and whole: name another place for the $kind one (QARL_VENV=.venv-$kind), or remove it"
+    exit 1
+fi
+
 # ---- preflight: one line with everything that is missing
 python_works() { "$1" -c "import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (${python_version/./, }))" 2>/dev/null; }
 find_python() {

@@ -90,7 +90,7 @@ class ReportingTrainer:
         warning = logs.pop("objective/warning", None)
         if warning:
             self.metrics_writer.note(f"step {global_step}: {warning}")
-        if line := still_line(self.args, global_step, logs.get("sync/changed_code_frac_total")):
+        if line := still_line(self.args, global_step, logs.get("sync/changed_code_frac_total"), logs.get("rollout/mixed_group_frac")):
             self.metrics_writer.note(line)
         update = logs.pop("timing/update_total", 0.0)
         if not self.overlapping:
@@ -180,8 +180,13 @@ def start_policy_line(samples: list, args) -> str:
         return f"{'resumed' if resumed else 'start'} policy: rewards come from a reward model"
     mean = sum(rewards) / len(rewards)
     error = (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / len(rewards)) ** 0.5
+    mixed = mixed_group_fraction(samples, group)
+    hopeless = "" if mixed or group == 1 else (
+        ": in none of them is one response better than another, so there is nothing to learn from; use easier prompts or more samples a "
+        "prompt, or look at the reward"
+    )
     return (
         f"{f'policy resumed from {args.ckpt.load_tag}' if resumed else 'start policy'} (as sampled, before training): "
         f"mean reward {mean:.3f} +- {error:.3f} on {len(rewards)} responses, "
-        f"mixed groups {mixed_group_fraction(samples, group):.0%}"
+        f"mixed groups {mixed:.0%}{hopeless}"
     )

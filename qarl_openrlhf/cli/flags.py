@@ -55,7 +55,7 @@ def _add_quantization(group) -> None:
 def _add_run(group) -> None:
     group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda where torch sees a GPU")
     group.add_argument(
-        "--metrics.dir", default=None, metavar="DIR", help="run directory: metrics.jsonl, plots (default: --ckpt.output_dir)"
+        "--metrics.dir", default=None, metavar="DIR", help="run directory: metrics.jsonl, plots and, unless --ckpt.output_dir and --ckpt.path name others, model/ and checkpoints/ (default: --ckpt.output_dir)"
     )
     group.add_argument(
         "--ckpt.load_tag",

@@ -99,6 +99,8 @@ def _tokens(args) -> None:
 def _report(args) -> None:
     runs = arms_of(args.runs)
     out = Path(args.out) if args.out else split_name(args.runs[0])[1] if len(args.runs) == 1 else Path("report")
+    if args.until is not None and not args.out:  # the whole run's pictures stay
+        out /= f"until-{args.until}"
     report = write_report(runs, out, until=args.until)
     entries, written = entries_of(args.runs), list(report.pictures)
     for each in entries:

@@ -76,7 +76,7 @@ class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
             raise RewardError(self._message(prompt, ValueError(f"it returned {field} {value!r}; a finite number is needed")))
 
     def _message(self, prompt: str, error: Exception) -> str:
-        return f"reward {', '.join(self.reward_endpoints)}: {type(error).__name__}: {error} (prompt {prompt[:80]!r})"
+        return f"reward {', '.join(self.reward_endpoints)}: {type(error).__name__}: {error} (prompt that ends {prompt[-80:]!r})"
 
 
 

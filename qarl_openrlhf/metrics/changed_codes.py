@@ -59,9 +59,9 @@ def _differing(before: Tensor, now: Tensor, packed: bool) -> int | Tensor:
     return sum(torch.count_nonzero(half) for half in halves)
 
 
-def still_line(args, step: int, changed: float | None) -> str | None:
+def still_line(args, step: int, changed: float | None, mixed: float | None = None) -> str | None:
     """Said once, after three steps: not one low-bit code has changed, so every rollout has had the start policy's weights."""
-    if step != 3 or changed is None or changed > 0 or args.quant.scheme == "bf16":
+    if step != 3 or changed is None or changed > 0 or args.quant.scheme == "bf16" or mixed == 0:  # without a signal no rate changes them
         return None
     flag = "actor.muon.lr" if args.actor.optim == "muon" else "actor.adam.lr"
     rate = args.actor.muon.lr if args.actor.optim == "muon" else args.actor.adam.lr

@@ -71,6 +71,20 @@ def test_three_arms_differ_by_one_flag(base):
     assert list(plans) == ["bf16", "w4a16:g64:rollout", "w4a16:g64"] and len(set(plans.values())) == 1
 
 
+@pytest.mark.parametrize(
+    "extra, places",
+    [
+        ([], ("./ckpt", "./ckpt", "./ckpt/checkpoints_ppo_ray")),
+        (["--metrics.dir", "runs/mine"], ("runs/mine", "runs/mine/model", "runs/mine/checkpoints")),
+        (["--metrics.dir", "runs/mine", "--ckpt.output_dir", "here"], ("runs/mine", "here", "runs/mine/checkpoints")),
+        (["--ckpt.output_dir", "here"], ("here", "here", "./ckpt/checkpoints_ppo_ray")),
+    ],
+)
+def test_the_model_of_a_run_lies_below_its_directory(base, extra, places):
+    args, _, _ = train_qarl.resolve([*base, *extra])
+    assert (args.metrics.dir, args.ckpt.output_dir, args.ckpt.path) == places
+
+
 def test_without_our_flags_openrlhf_is_left_as_it_is(base):
     args, _, _ = train_qarl.resolve(base)
     assert args.objective.name is None and args.quant.scheme == "bf16" and args.algo.kl.init_coef == 0.01
@@ -93,6 +107,7 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--vllm.engine_args", '{"max_num_seqs": 1, "max_num_seqs": 2}'], "max_num_seqs is given twice"),
         (["--vllm.engine_args", '{"tensor_parallel_size": 2}'], "use --vllm.tensor_parallel_size"),
         (["--quant.scheme", "w4a16:g16"], "w4a16:g32"),
+        (["--rollout.batch_size", "1", "--rollout.n_samples_per_prompt", "8", "--rollout.micro_batch_size", "16"], "8 responses in micro-batches of --rollout.micro_batch_size 16 leave some of the 1 learner processes without one: use --rollout.micro_batch_size 8 or less"),
         (["--quant.scheme", "fp8"], "no fp8 kernel for CPUs"),
         (["--quant.scheme", "w4a16", "--ds.param_dtype", "fp16"], "underflow"),
         (["--quant.scheme", "w4a16", "--ds.load_in_4bit"], "NF4"),

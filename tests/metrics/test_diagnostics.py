@@ -224,3 +224,16 @@ def test_codes_that_stand_still_are_said_once():
     assert still_line(args("w4a16"), 2, 0.0) is None and still_line(args("w4a16"), 4, 0.0) is None
     assert still_line(args("w4a16"), 3, 1e-6) is None and still_line(args("w4a16"), 3, None) is None
     assert still_line(args("bf16"), 3, 0.0) is None
+    assert still_line(args("w4a16"), 3, 0.0, mixed=0.0) is None and still_line(args("w4a16"), 3, 0.0, mixed=0.1)
+
+
+def test_a_start_policy_that_shows_nothing_to_learn_is_said():
+    from qarl_openrlhf.actors.trainer import start_policy_line
+
+    def line(*rewards):
+        args = types.SimpleNamespace(rollout=types.SimpleNamespace(n_samples_per_prompt=2), ckpt=types.SimpleNamespace(load_enable=False))
+        samples = [types.SimpleNamespace(rewards=torch.tensor([reward]), prompts=[f"p{i // 2}"]) for i, reward in enumerate(rewards)]
+        return start_policy_line(samples, args)
+
+    assert line(0.0, 0.0, 1.0, 1.0).endswith("or look at the reward") and "mixed groups 0%: in none of them" in line(0.0, 0.0, 1.0, 1.0)
+    assert line(0.0, 1.0, 1.0, 1.0).endswith("mixed groups 50%")

@@ -167,6 +167,8 @@ def test_runs_of_different_lengths_are_compared_up_to_one_step(tmp_path, capsys)
     rows = list(csv.DictReader(open(tmp_path / "out" / "summary.csv")))
     assert {row["steps"] for row in rows} == {"12"} and {float(row["final_reward"]) for row in rows} == {0.0}
     assert sorted(row["final_heldout"] for row in rows) == ["", "0.12"]
+    cli.main([str(tmp_path / "set"), "--until", "12"])
+    assert (tmp_path / "set" / "until-12" / "reward.png").exists() and not (tmp_path / "set" / "reward.png").exists()
     with pytest.raises(SystemExit, match="has no step up to 0: its first is 1"):
         cli.main([str(tmp_path / "set"), "--until", "0", "--out", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()

@@ -27,12 +27,21 @@ def tree(tmp_path):
         python.write_text('#!/bin/bash\necho "PYTHON $0 ${*//[[:space:]]/ }"\n')
         python.chmod(0o755)
     (tmp_path / "caller" / "scripts").mkdir()  # what CDPATH might lead to
+    card = tmp_path / "card" / "nvidia-smi"  # for quickstart_gpu.sh
+    card.parent.mkdir()
+    card.write_text("#!/bin/bash\necho 'GPU 0: made up'\n")
+    card.chmod(0o755)
     return root
 
 
 def call(script, *args, cwd, **env):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("QARL_") and k != "ARM"}
     return subprocess.run(["bash", str(script), *args], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=60)
+
+
+def card_for(script: str, tmp_path: Path) -> dict[str, str]:
+    """The variables under which the quickstart for a GPU finds the made-up one of ``tree``."""
+    return {"PATH": f"{tmp_path / 'card'}:{os.environ['PATH']}"} if script.endswith("quickstart_gpu.sh") else {}
 
 
 def runs_python(path: Path) -> bool:
@@ -59,7 +68,8 @@ def test_relative_paths_in_variables_are_the_callers(tree, tmp_path, script):
             (caller / "my runs" / arm).mkdir(parents=True)
             (caller / "my runs" / arm / "metrics.jsonl").write_text("")
     done = call(
-        tree / script, cwd=caller, QARL_VENV="my env", QARL_DATA="rows.jsonl", QARL_REWARD="own_reward.py", CDPATH=f"{caller}:{tree}", **places
+        tree / script, cwd=caller, QARL_VENV="my env", QARL_DATA="rows.jsonl", QARL_REWARD="own_reward.py", CDPATH=f"{caller}:{tree}", **places,
+        **card_for(script, tmp_path),
     )
     lines = (done.stdout + done.stderr).splitlines()
     assert done.returncode == 0 and all(line.startswith(("SETUP", "PYTHON")) for line in lines), lines
@@ -101,7 +111,7 @@ def test_a_linked_script_finds_its_tree(tree, tmp_path, script, how):
         link = tmp_path / "again.sh"
     elif how == "relative":
         link, cwd = Path("..") / "the tree" / "scripts" / script, tmp_path / "caller"
-    done = call(link, cwd=cwd, CDPATH=str(tree))
+    done = call(link, cwd=cwd, CDPATH=str(tree), **card_for(script, tmp_path))
     assert done.returncode == 0, done.stderr
     assert f"PYTHON {tree}/.venv/bin/python -m " in done.stdout
 
@@ -134,6 +144,15 @@ def test_bad_variables_are_found_before_set_up(tree, script, name, values):
         done = call(tree / "scripts" / script, cwd=tree, **{name: value})
         assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(f"{script[:-3]}: {name}={value}: use "), value
     assert not (tree / "hit").exists()
+
+
+def test_the_gpu_quickstart_without_a_gpu_leaves_everything_as_it_is(tree, tmp_path):
+    (tmp_path / "none").mkdir()
+    for name in ("bash", "env", "dirname", "readlink", "basename", "grep", "sed", "cat"):
+        (tmp_path / "none" / name).symlink_to(shutil.which(name))
+    done = call(tree / "scripts" / "quickstart_gpu.sh", cwd=tree, PATH=str(tmp_path / "none"))
+    assert done.returncode == 1 and not done.stdout
+    assert "no NVIDIA GPU answers here (nvidia-smi -L): scripts/quickstart.sh is the same job on a CPU" in done.stderr
 
 
 def test_good_variables(tree):

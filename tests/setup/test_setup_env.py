@@ -90,6 +90,12 @@ def test_life_of_an_environment(tree):
     after = os.times()
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2
 
+    # An environment for the other device is whole: it is somebody's, and stays.
+    other = run(tree, "--cuda")
+    assert other.returncode == 1 and list(venv.glob("lib/python3.11/site-packages/tiny_marker.py"))
+    assert "is an environment of the other kind and whole: name another place for the cuda one (QARL_VENV=.venv-cuda)" in other.stderr
+    assert run(tree).stderr == f"setup_env: {venv} is ready (cpu)\n"
+
     # A changed setup.py reinstalls this package alone; a changed lock builds anew.
     marker = venv / "kept"
     marker.touch()
