@@ -147,6 +147,7 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
     from qarl_openrlhf.actors.engine_end import EngineProcessError
     from qarl_openrlhf.actors.install import install
     from qarl_openrlhf.actors.policy import quantized_directory
+    from qarl_openrlhf.engine.strict_rewards import RewardError
     from qarl_openrlhf.metrics.progress import follow
     from qarl_openrlhf.metrics.run_directory import open_run_directory
     from qarl_openrlhf.patches.vllm_cpu import serve_command
@@ -161,6 +162,11 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
     try:
         train(args)
     except EngineProcessError as error:
+        sys.exit(f"train_qarl: error: {error}")
+    except RewardError as error:  # the user's own code: where in it is in the message, how Ray came there is of no use
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        while getattr(error, "cause", None) is not None:  # Ray's text is a traceback for each process on the way
+            error = error.cause
         sys.exit(f"train_qarl: error: {error}")
     except KeyboardInterrupt:
         # Ray would print what the controller says when its engines are taken away, and the signal's line is to be the last.

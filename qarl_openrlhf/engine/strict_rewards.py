@@ -6,6 +6,8 @@ later, somewhere else. Here a reward function that raises, hangs, or returns NaN
 
 import asyncio
 import math
+import os
+import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
@@ -76,8 +78,16 @@ class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
             raise RewardError(self._message(prompt, ValueError(f"it returned {field} {value!r}; a finite number is needed")))
 
     def _message(self, prompt: str, error: Exception) -> str:
-        return f"reward {', '.join(self.reward_endpoints)}: {type(error).__name__}: {error} (prompt that ends {prompt[-80:]!r})"
+        where = _place(error, self.reward_endpoints)
+        return f"reward {', '.join(self.reward_endpoints)}: {type(error).__name__}: {error} ({where}prompt that ends {prompt[-80:]!r})"
 
+
+
+def _place(error: BaseException, files: list[str]) -> str:
+    """"line 12 in reward_func, ": the last line of the user's own file that the error came through; "" for another's."""
+    own = {os.path.abspath(name) for name in files}
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if os.path.abspath(frame.filename) in own]
+    return f"line {lines[-1].lineno} in {lines[-1].name}, " if lines else ""
 
 
 def _guarded(function: Callable) -> Callable:

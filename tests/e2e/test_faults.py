@@ -131,6 +131,17 @@ def test_a_killed_process_ends_the_run_and_leaves_none(start, who):
     run.assert_gone()
 
 
+def test_a_reward_that_raises_is_one_line_with_the_place_in_it(start, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def inner():\n    raise KeyError('oops')\n\n\ndef reward_func(queries, prompts, labels):\n    inner()\n")
+    run = start({"reward.remote_url": str(reward)})
+    assert run.process.wait(400) == 1
+    last = run.text.splitlines()[-1]
+    assert last.startswith(f"train_qarl: error: reward {reward}: KeyError: 'oops' (line 2 in inner, prompt that ends '"), run.text[-3000:]
+    assert "Traceback" not in run.text, run.text
+    run.assert_gone()
+
+
 def test_a_reward_that_ends_the_engines_process_is_the_error_of_the_run(start, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("import os\n\n\ndef reward_func(queries, prompts, labels):\n    os._exit(3)\n")

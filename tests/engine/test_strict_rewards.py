@@ -62,7 +62,8 @@ def test_each_fault_is_named(tmp_path, fault):
     begun = time.monotonic()
     for i, error in enumerate(execute(tmp_path, body)):
         assert isinstance(error, RewardError), error
-        assert words in str(error) and "reward.py" in str(error) and f"prompt {i}" in str(error)
+        assert words in str(error) and "reward.py" in str(error) and f"prompt that ends 'prompt {i}'" in str(error)
+        assert ("(line 2 in reward_func, " in str(error)) == (fault == "raises")
     assert time.monotonic() - begun < 6
 
 
