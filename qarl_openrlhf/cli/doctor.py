@@ -5,9 +5,10 @@ fail. ``train_qarl --dry_run`` checks a whole command line, memory of the cards 
 """
 
 import argparse
+import os
 import sys
 
-from qarl_openrlhf.doctor.finding import Finding, Level, fail
+from qarl_openrlhf.doctor.finding import Finding, Level, fail, ok
 from qarl_openrlhf.doctor.machine import Machine
 from qarl_openrlhf.doctor.resources import check_resources
 from qarl_openrlhf.doctor.versions import check_versions
@@ -60,7 +61,30 @@ def _about_model(machine: Machine, device: str, model: str, scheme: str, tp: int
         reason = str(error).strip().splitlines()[0]
         fix = "a directory with a config.json, or a name on the hub (HF_HUB_OFFLINE unset, or in the cache)"
         return None, [fail("model", f"{model}: {reason}", fix)]
-    return parameters, check_layers(network, config, parsed, tp, device, machine)
+    return parameters, _about_files(model, tp) + check_layers(network, config, parsed, tp, device, machine)
+
+
+def _about_files(model: str, tp: int) -> list[Finding]:
+    """Weights and tokenizer of a directory, as a run checks them; nothing for a name on the hub, or where there is a config.json alone."""
+    from qarl_openrlhf.config import ConfigError
+    from qarl_openrlhf.preflight.model_files import check_model
+
+    if not os.path.isdir(model) or not any(name.endswith((".safetensors", ".bin")) for name in os.listdir(model)):
+        return []
+    group = argparse.Namespace
+    try:
+        check_model(
+            group(
+                actor=group(model_name_or_path=model),
+                model=group(max_positions=None, rope_theta=None),
+                vllm=group(tensor_parallel_size=tp),
+                data=group(apply_chat_template=False),
+            )
+        )
+    except ConfigError as error:
+        message = str(error).replace("--actor.model_name_or_path ", "")
+        return [fail("files", message, "download or save the model there again, tokenizer included")]
+    return [ok("files", "weights and tokenizer are whole")]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -53,6 +53,18 @@ def test_command_line(capsys, tmp_path):
     assert stopped.value.code == 1 and "FAIL  model" in capsys.readouterr().out
 
 
+def test_files_of_a_model_are_checked_as_a_run_checks_them(tmp_path):
+    from tests.tiny_models import save_tiny_model
+
+    model = Path(save_tiny_model(tmp_path / "model", "qwen3", hidden=128))
+    found = {f.topic: f for f in doctor.examine(healthy(), "cpu", model=str(model), scheme="w4a16")}
+    assert found["files"].level is Level.OK
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    found = {f.topic: f for f in doctor.examine(healthy(), "cpu", model=str(model), scheme="w4a16")}
+    assert found["files"].level is Level.FAIL and f"{model}: its tokenizer" in found["files"].what and "tokenizer" in found["files"].fix
+
+
 def test_a_healthy_machine_has_nothing_to_mend():
     for model, tp in (("qwen3-8b", 1), ("qwen3-30b-a3b", 2)):
         assert levels(doctor.examine(healthy(), "cuda", model=str(CONFIGS / model), tp=tp)) == {Level.OK}
