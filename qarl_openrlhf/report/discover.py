@@ -65,6 +65,8 @@ def entries_below(directory: Path) -> list[Entry]:
     directory = Path(directory)
     found = {path.parent for name in (STATUS, "metrics.jsonl") for path in directory.rglob(name)}
     found = {path for path in found if path == directory or not is_earlier(path)}
+    if not found and (directory / "run.json").is_file():
+        raise ReportError(f"{directory} has no steps yet: the run has begun, or ended before its first")
     if not found:
         raise ReportError(f"{directory / 'metrics.jsonl'} does not exist, and no run below: is {directory} a run directory (--metrics.dir)?")
     return [entry(path) for path in sorted(found)]

@@ -56,6 +56,8 @@ def load_run(directory: str | os.PathLike) -> Run:
     there is no file or no step in it."""
     directory = Path(directory)
     path = directory / "metrics.jsonl"
+    if not path.is_file() and (directory / "run.json").is_file():
+        raise ReportError(f"{directory} has no steps yet: the run has begun, or ended before its first")
     if not path.is_file():
         raise ReportError(f"{path} does not exist: is {directory} a run directory (--metrics.dir)?")
     rows, notes = _read_steps(path)

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from qarl_openrlhf.cli import report as cli
-from qarl_openrlhf.report import load_run
+from qarl_openrlhf.report import ReportError, load_run
 from qarl_openrlhf.report.discover import Identity, entries_below, identify
 from tests.report.test_report import write_run
 
@@ -120,3 +120,12 @@ def test_values_that_are_no_figures_are_gaps(tmp_path, value):
         (run / "metrics.jsonl").write_text("".join(lines))
         assert load_run(run).series("rollout/reward_mean") == ([1, 2], [0.5, 0.5]) and not load_run(run).has("policy_loss")
     write_summary(entries_below(tmp_path), tmp_path)
+
+
+def test_a_run_without_a_step_is_known_as_a_run(tmp_path):
+    (tmp_path / "run.json").write_text('{"flags": {}}')
+    for read in (load_run, entries_below):
+        with pytest.raises(ReportError, match="has no steps yet: the run has begun, or ended before its first"):
+            read(tmp_path)
+    with pytest.raises(SystemExit, match="has no steps yet"):
+        cli.main([str(tmp_path)])
