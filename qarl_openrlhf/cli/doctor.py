@@ -61,10 +61,10 @@ def _about_model(machine: Machine, device: str, model: str, scheme: str, tp: int
         reason = str(error).strip().splitlines()[0]
         fix = "a directory with a config.json, or a name on the hub (HF_HUB_OFFLINE unset, or in the cache)"
         return None, [fail("model", f"{model}: {reason}", fix)]
-    return parameters, _about_files(model, tp) + check_layers(network, config, parsed, tp, device, machine)
+    return parameters, _about_files(model) + check_layers(network, config, parsed, tp, device, machine)
 
 
-def _about_files(model: str, tp: int) -> list[Finding]:
+def _about_files(model: str) -> list[Finding]:
     """Weights and tokenizer of a directory, as a run checks them; nothing for a name on the hub, or where there is a config.json alone."""
     from qarl_openrlhf.config import ConfigError
     from qarl_openrlhf.preflight.model_files import check_model
@@ -77,7 +77,7 @@ def _about_files(model: str, tp: int) -> list[Finding]:
             group(
                 actor=group(model_name_or_path=model),
                 model=group(max_positions=None, rope_theta=None),
-                vllm=group(tensor_parallel_size=tp),
+                vllm=group(tensor_parallel_size=1),  # whether the layers divide is the layers' finding
                 data=group(apply_chat_template=False),
             )
         )

@@ -27,6 +27,7 @@ SPREAD = {
     "best_reward": ("best reward", "{:.3f}"),
     "start_heldout": ("held-out, start", "{:.3f}"),
     "final_heldout": ("held-out, last", "{:.3f}"),
+    "heldout_gain": ("held-out, gain", "{:+.3f}"),
     **{c: (t, f) for c, (_, t, f) in LAST.items()},
     "step_seconds": ("s a step", "{:.1f}"),
 }
@@ -46,7 +47,8 @@ def row(entry: Entry) -> dict:
         "best_reward": max(smoothed(rewards)) if rewards else None,
     }
     heldout = {e["step"]: mean([e[name] for name in accuracies(e)]) for e in (run.evaluations if run else []) if accuracies(e)}
-    figures |= {"start_heldout": heldout.get(0), "final_heldout": heldout[max(heldout)] if heldout else None}
+    first, last = heldout.get(0), heldout[max(heldout)] if heldout else None
+    figures |= {"start_heldout": first, "final_heldout": last, "heldout_gain": None if first is None else last - first}
     for column, (metric, _, _) in LAST.items():
         values = run.series(metric)[1][-EDGE:] if run else []
         figures[column] = mean(values) if values else None
@@ -77,7 +79,7 @@ def markdown(rows: list[dict]) -> str:
     columns = [c for c in SPREAD if any(r[c] is not None for r in rows)]
     lines = [
         "Mean ± standard deviation over seeds. Rewards: mean of the last five steps (final), best running mean of five steps; "
-        "held-out: mean reward in the evaluation of the start policy and in the last one; the other figures are means of the last "
+        "held-out: mean reward in the evaluation of the start policy and in the last one, and their difference; the other figures are means of the last "
         "five steps, seconds those of all steps but the first.",
         "",
         "| objective | scheme | seeds | steps | " + " | ".join(SPREAD[c][0] for c in columns) + " | collapsed |",
@@ -135,5 +137,5 @@ def _with_spread(values: list[float], form: str) -> str:
     text = form.format(mean(values))
     if len(values) > 1:
         centre = mean(values)
-        text += " ± " + form.format(math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1)))
+        text += " ± " + form.replace("+", "").format(math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1)))
     return text

@@ -59,6 +59,8 @@ def test_files_of_a_model_are_checked_as_a_run_checks_them(tmp_path):
     model = Path(save_tiny_model(tmp_path / "model", "qwen3", hidden=128))
     found = {f.topic: f for f in doctor.examine(healthy(), "cpu", model=str(model), scheme="w4a16")}
     assert found["files"].level is Level.OK
+    split = {f.topic: f for f in doctor.examine(healthy(), "cpu", model=str(model), scheme="w4a16", tp=7)}
+    assert split["files"].level is Level.OK and Level.FAIL in levels(split.values())
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).unlink()
     found = {f.topic: f for f in doctor.examine(healthy(), "cpu", model=str(model), scheme="w4a16")}

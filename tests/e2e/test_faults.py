@@ -131,25 +131,30 @@ def test_a_killed_process_ends_the_run_and_leaves_none(start, who):
     run.assert_gone()
 
 
-def test_a_reward_that_raises_is_one_line_with_the_place_in_it(start, tmp_path):
+REWARDS = {  # what the file holds before its function, the function's body, what the error says
+    "raises": (
+        "def inner():\n    raise KeyError('oops')\n",
+        "inner()",
+        ["reward {path}: KeyError: 'oops' (line 2 in inner, prompt that ends '"],
+    ),
+    "ends the engine's process": (
+        "import os\n\n",
+        "os._exit(3)",
+        ["engine 0: its process (pid ", "ended by itself with exit code 3: os._exit at {path}:5 in reward_func", "{path} runs in that process"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REWARDS)
+def test_a_reward_that_fails_is_the_one_line_error_of_the_run(start, tmp_path, how):
+    before, body, words = REWARDS[how]
     reward = tmp_path / "reward.py"
-    reward.write_text("def inner():\n    raise KeyError('oops')\n\n\ndef reward_func(queries, prompts, labels):\n    inner()\n")
+    reward.write_text(f"{before}\ndef reward_func(queries, prompts, labels):\n    {body}\n")
     run = start({"reward.remote_url": str(reward)})
     assert run.process.wait(400) == 1
     last = run.text.splitlines()[-1]
-    assert last.startswith(f"train_qarl: error: reward {reward}: KeyError: 'oops' (line 2 in inner, prompt that ends '"), run.text[-3000:]
-    assert "Traceback" not in run.text, run.text
-    run.assert_gone()
-
-
-def test_a_reward_that_ends_the_engines_process_is_the_error_of_the_run(start, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text("import os\n\n\ndef reward_func(queries, prompts, labels):\n    os._exit(3)\n")
-    run = start({"reward.remote_url": str(reward)})
-    assert run.process.wait(400) == 1
-    last = run.text.splitlines()[-1]
-    assert last.startswith("train_qarl: error: engine 0: its process (pid ") and f"{reward} runs in that process" in last
-    assert f"ended by itself with exit code 3: os._exit at {reward}:5 in reward_func" in last
+    assert last.startswith(f"train_qarl: error: {words[0].format(path=reward)}"), run.text[-3000:]
+    assert all(word.format(path=reward) in last for word in words), last
     assert "Traceback" not in run.text
     run.assert_gone()
 

@@ -110,7 +110,7 @@ def test_held_out_accuracy_of_start_and_end(tmp_path):
     assert float(rows["tbpo", "1"]["start_heldout"]) == pytest.approx(0.2)
     assert float(rows["tbpo", "1"]["final_heldout"]) == pytest.approx(0.7) and rows["gspo", "0"]["final_heldout"] == ""
     text = (tmp_path / "summary.md").read_text()
-    assert "held-out, last" in text and "0.200 ± 0.000 | 0.600 ± 0.141" in text
+    assert "held-out, last" in text and "0.200 ± 0.000 | 0.600 ± 0.141 | +0.400 ± 0.141" in text
     assert (tmp_path / "heldout.png").stat().st_size > 1000
     assert [row["step"] for row in load_run(tmp_path / "tbpo" / "w4a16" / "seed0").evaluations] == [0, 5, 10]
 
