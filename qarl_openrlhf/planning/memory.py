@@ -210,8 +210,8 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     host = 0
     if offload or sleeps:
         nodes = args.actor.num_nodes
-        # offload: gradients in FP32 for the step, and ZeRO-3's own in BF16 beside them
-        gradients = 2 if not offload else 6 if stage == 3 else 4
+        # offload: gradients in FP32 for the step and accumulated ones in BF16; ZeRO-1 and 2 also keep the BF16 parameters there
+        gradients = 2 if not offload else 6 if stage == 3 else 8
         host = int((4 * p + 4 * (p + adam) + gradients * p) / nodes)
     notes = [f"{tokens:,} tokens in the largest micro-batch"]
     if args.critic.model_name_or_path or not args.reward.remote_url:

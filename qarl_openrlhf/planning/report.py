@@ -1,5 +1,6 @@
 """The memory table of ``--dry_run``, and whether it fits the card."""
 
+import psutil
 import torch
 
 from qarl_openrlhf.planning.host_memory import host_report
@@ -29,7 +30,7 @@ def memory_report(args, shape: ModelShape) -> tuple[str, list[str]]:
     for one in estimates:
         lines += [*table(one), *(f"{note}" for note in one.notes)]
         if one.host:
-            lines.append(f"main memory a node, for what is offloaded: about {gib(one.host)}")
+            lines.append(f"main memory a node, for what is offloaded: about {gib(one.host)}{_here(one.host)}")
         if card is None:
             lines.append("no card to compare with: --dry_run_gpu_gb GIB names its memory")
         elif problem := one.problem(card):
@@ -38,6 +39,14 @@ def memory_report(args, shape: ModelShape) -> tuple[str, list[str]]:
         else:
             lines.append(f"{one.role} fits a card of {gib(card)}: about {gib(one.total(one.peak))} at the peak, '{one.peak}'")
     return "\n".join(lines), problems
+
+
+def _here(wanted: int) -> str:
+    """What this machine has, where a run on it would offload: on one without a GPU that is another machine's matter."""
+    if not torch.cuda.is_available():
+        return ""
+    total = psutil.virtual_memory().total
+    return f"; this machine has {gib(total)}" + (", which is LESS" if total < wanted else "")
 
 
 def table(one: Estimate) -> list[str]:

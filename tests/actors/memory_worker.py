@@ -1,6 +1,6 @@
 """One rank of a real learner: live bytes at three moments of a step, by ZeRO stage and ``--quant.cache``.
 
-``python memory_worker.py RANK WORLD PORT MODEL OUT``; OUT.RANK: {(stage, mode, optimizer): {moment: bytes}}.
+``python memory_worker.py RANK WORLD PORT MODEL OUT``; OUT.RANK: {(stage, mode, optimizer, offloaded): {moment: bytes}}.
 """
 
 import gc
@@ -10,13 +10,14 @@ import torch
 
 from tests.ranks import become
 
-CASES = [(stage, mode, "adam") for stage in (1, 2, 3) for mode in ("dequant", "packed", "none")]
-CASES += [(stage, "packed", "muon") for stage in (2, 3)]
+CASES = [(stage, mode, "adam", False) for stage in (1, 2, 3) for mode in ("dequant", "packed", "none")]
+CASES += [(stage, "packed", "muon", offloaded) for stage in (2, 3) for offloaded in (False, True)]
 WINDOW = 8  # responses an optimizer step, over all ranks
 
 
-def flags(stage: int, mode: str, optimizer: str, world: int) -> dict:
+def flags(stage: int, mode: str, optimizer: str, offloaded: bool, world: int) -> dict:
     wanted = {"ds__zero_stage": stage, "quant__cache": mode, "actor__num_gpus_per_node": world, "actor__optim": optimizer}
+    wanted["ds__adam_offload"] = offloaded
     return wanted | {"actor__muon__lr": 1e-3, "train__micro_batch_size": 1, "train__batch_size": WINDOW}
 
 

@@ -171,3 +171,11 @@ def test_the_table_of_recipe_runs_puts_memory_beside_the_estimate(tmp_path):
     head, _, qarl, stuck = ([cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.strip().splitlines())
     assert dict(zip(head, qarl, strict=True))["peak / estimated"] == "1.50" and qarl[:3] == ["qarl", "1", "1"]
     assert stuck[:3] == ["stuck", "0", "-"] and len(stuck) == len(head)
+
+
+def test_one_gpu_tries_the_recipe_for_one(tmp_path):
+    done = script("recipes", QARL_RECIPES_GPUS="1", QARL_RECIPES_DIR=str(tmp_path), QARL_RECIPES_RESUME="0", QARL_RECIPES_LAYERS="36")
+    assert done.returncode == 0, done.stderr
+    names = [line.partition(": timeout ")[0] for line in done.stdout.splitlines()]
+    assert names == ["qwen3_8b_1gpu: random weights", *(f"qwen3_8b_1gpu colocated {arm}" for arm in ("qarl", "bf16", "rollout")), "table"]
+    assert "--layers 36" in done.stdout and "scripts/train_qwen3_8b_1gpu.sh" in done.stdout and "--ckpt.load_enable" not in done.stdout

@@ -69,6 +69,15 @@ def test_learner_and_engines_apart(recipe, arm, capsys):
     assert "each learner GPU fits" in text and "each engine GPU fits" in text
 
 
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_8b_without_main_memory(arm, capsys):
+    """QARL_OFFLOAD=0: all of it on one card of 141 GB."""
+    train_qarl.main(command_of("qwen3_8b_1gpu", arm, "--dry_run_gpu_gb", "139", QARL_OFFLOAD="0"))
+    text = capsys.readouterr().out
+    assert "fits a card of 139.0 GiB" in text and "optimizer state" in text
+    assert "--vllm.enable_sleep" in text and "--ds.enable_sleep" not in text and "--ds.adam_offload" not in text
+
+
 def test_nodes_apart():
     args, _, resources = train_qarl.resolve(command_of("qwen3_30b_a3b", "qarl", QARL_PLACE="apart", QARL_NODES="4"))
     assert (args.actor.num_nodes, args.actor.num_gpus_per_node, args.vllm.num_engines, resources.gpus) == (2, 8, 8, 32)
