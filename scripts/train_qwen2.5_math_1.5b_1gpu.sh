@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen2.5-Math-1.5B on one GPU of 24 GB: learner and engine take turns (sleep), weights are handed over in GPU memory (ipc),
-# master weights and optimizer state are in main memory. ARM, environment variables and flags: scripts/lib/recipe.sh
+# master weights and optimizer state are in main memory (about 35 GiB). ARM, environment variables and flags: scripts/lib/recipe.sh
 # Smaller than the paper: the model's own 4,096 positions, 128 prompts x 8 samples, still 8 updates a rollout.
 export QARL_NODES=1 QARL_GPUS_PER_NODE=1
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/recipe.sh"

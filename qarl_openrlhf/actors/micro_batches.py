@@ -14,7 +14,7 @@ def to_device(batch, device: torch.device):
     kinds = openrlhf_experience.Experience
     for name, value in vars(batch).items():
         if isinstance(value, torch.Tensor) and kinds.is_step_tensor_field(name):
-            setattr(batch, name, value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device))
+            setattr(batch, name, value.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device))
     batch.info = {name: _stacked(value) for name, value in batch.info.items()}
     return batch
 

@@ -10,7 +10,7 @@ from qarl_openrlhf.actors.learner import QarlActorTrainer
 from qarl_openrlhf.actors.model_workers import plain_class, resume_random_state
 from qarl_openrlhf.actors.moving_average import blend
 from qarl_openrlhf.checkpoint.state import local_weights, set_local_weights
-from qarl_openrlhf.patches import liger, pinned_memory, zero3_loading
+from qarl_openrlhf.patches import liger, zero3_loading
 from qarl_openrlhf.quant.export import export_checkpoint
 from qarl_openrlhf.runtime import available_cpus
 
@@ -43,7 +43,6 @@ class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
         elif strategy.args.ds.adam_offload and int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:
             # The optimizer's arithmetic is the processor's then, and Ray gives a fraction of a CPU one thread.
             torch.set_num_threads(max(1, available_cpus() // strategy.args.actor.num_gpus_per_node))
-        pinned_memory.keep_sizes()
         zero3_loading.apply()
         liger.keep_experts(strategy.args)
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)

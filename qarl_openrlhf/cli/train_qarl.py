@@ -21,6 +21,7 @@ from qarl_openrlhf.planning import numbers, placement, positions
 from qarl_openrlhf.planning.architecture import check_heads
 from qarl_openrlhf.preflight import hub, preflight
 from qarl_openrlhf.preflight.directories import held
+from qarl_openrlhf.preflight.prompt_lengths import long_prompts
 from qarl_openrlhf.preflight.prompts import check_template
 from qarl_openrlhf.preflight.resume import choose_checkpoint, how_to_resume
 from qarl_openrlhf.quant.errors import QuantError
@@ -43,6 +44,9 @@ def _main(argv: list[str] | None, ending: SignalEnding) -> None:
         _refuse(positions.check_positions, args)
         _refuse(check_heads, args)
         _end_with(preflight(args) + _refuse(main_memory_problems, args))
+        long = _refuse(long_prompts, args)
+    for note in long:
+        print(f"note: {note}")
     for note in _refuse(choose_checkpoint, args):
         print(f"note: {note}")
     _refuse(positions.apply, args)
@@ -62,11 +66,13 @@ def dry_run(args, resources) -> None:
     text, problems = _refuse(describe, args, resources, None if args.dry_run_all else default_flags(host.parser))
     print(text)
     files = preflight(args)
-    try:
-        for note in choose_checkpoint(args):
-            print(f"note: {note}")
-    except config.ConfigError as error:
-        files.append(str(error))
+    # Prompts are read and tokenized only where files and model are found good.
+    for notes in [choose_checkpoint] if files else [long_prompts, choose_checkpoint]:
+        try:
+            for note in notes(args):
+                print(f"note: {note}")
+        except config.ConfigError as error:
+            files.append(str(error))
     here = files if args.dry_run_gpu_gb else []  # a plan for another machine: its files are there, not here
     for problem in here:
         print(f"note: on this machine, {problem}")
@@ -203,6 +209,8 @@ def _with_preset(argv: list[str], parser) -> tuple[list[str], list[str]]:
         length = float(_value_of(source, argv)) if source else None
     except ValueError:
         parser.error(f"{source} {_value_of(source, argv)}: give a number of tokens")
+    if length is not None and length < 1:
+        parser.error(f"{source} {_value_of(source, argv)}: give a number of tokens, 1 or more")
     try:
         flags = preset_flags(name, mean_response_length=length)
     except ObjectiveError as error:

@@ -2,7 +2,7 @@
 
 | column | in |
 |---|---|
-| problem / question | the problem: AIME, MATH-500, NuminaMath / AMC, Minerva, OlympiadBench |
+| problem / question / input | the problem: AIME, MATH-500, NuminaMath / AMC, Minerva, OlympiadBench; the data sets of the README |
 | prompt | OpenR1-Math-46K: chat messages, whose last user message is the problem; a plain string is one, too |
 | answer | the label; an integer, a float like 27.0 (AMC) or LaTeX |
 | final_answer | OlympiadBench: a list of answers, each maybe in dollars; all of them are wanted |
@@ -16,7 +16,7 @@ from __future__ import annotations
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.rewards.answers import boxed
 
-PROBLEM_COLUMNS = ("problem", "question", "prompt")
+PROBLEM_COLUMNS = ("problem", "question", "prompt", "input")
 LABEL_COLUMNS = ("label", "final_answer", "answer", "reward_model", "solution")
 
 

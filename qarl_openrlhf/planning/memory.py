@@ -207,16 +207,42 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     largest = max(int(shape.largest * packed_bytes(scheme)), 2 * shape.largest_other)
     buffers = 2 * max(int(args.sync.bucket_mb * 2**20), largest)
     parts.append(Part("sync buffers (rank 0)", buffers, tuple(phases)))
-    host = 0
-    if offload or sleeps:
-        nodes = args.actor.num_nodes
-        # offload: gradients in FP32 for the step and accumulated ones in BF16; ZeRO-1 and 2 also keep the BF16 parameters there
-        gradients = 2 if not offload else 6 if stage == 3 else 8
-        host = int((4 * p + 4 * (p + adam) + gradients * p) / nodes)
     notes = [f"{tokens:,} tokens in the largest micro-batch"]
     if args.critic.model_name_or_path or not args.reward.remote_url:
         notes.append("not counted: critic and reward model")
-    return Estimate("each learner GPU", parts, host, notes)
+    return Estimate("each learner GPU", parts, offloaded(args, shape), notes)
+
+
+def pinned(size: int) -> int:
+    """What PyTorch takes for a pinned buffer of so many bytes: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def offloaded(args, shape: ModelShape, pin=pinned) -> int:
+    """Bytes of main memory a node, for what learners keep there: for good, or while the engines sample. ``pin``: of a pinned buffer."""
+    offload, stage = args.ds.adam_offload, args.ds.zero_stage
+    if not (offload or args.ds.enable_sleep):
+        return 0
+    ranks = args.actor.num_gpus_per_node
+    copies = max(1, args.actor.num_nodes * ranks // (args.ds.ring_attn_size * args.ds.tensor_parallel_size)) if stage else 1
+    p = shape.parameters
+    rest = p - shape.matrices  # what Muon leaves to AdamW, which has two moments
+    groups = {shape.matrices: 1, rest: 2} if args.actor.optim == "muon" else {p: 2}
+
+    def buffers(width: int, group: int) -> int:
+        """Of one rank's share of a group, ``width`` bytes a weight; ZeRO-3 cuts groups into pieces."""
+        whole, left = divmod(group, LIVE) if stage == 3 else (0, group)
+        return whole * pin(width * LIVE // copies) + pin(width * left // copies)
+
+    floats = sum(buffers(4, group) for group in groups)
+    if not offload:
+        moments = sum(count * buffers(4, group) for group, count in groups.items())
+        return ranks * (floats + moments + pin(2 * p // copies))
+    states = 4 * sum(count * group for group, count in groups.items()) // copies  # not pinned
+    if stage == 3:  # master weights (not pinned), gradients in FP32 for the step, accumulated ones in BF16
+        return ranks * (states + 4 * p // copies + floats + pin(2 * p // copies))
+    # Both in FP32, the BF16 weights to be sent back, and a buffer a tensor of accumulated gradients.
+    return ranks * (states + 2 * floats + sum(buffers(2, group) for group in groups) + 2 * p // copies)
 
 
 def _gradients(p: int, copies: int, stage: int, offload: bool, overlap: bool, phases, states, advice: str) -> list[Part]:

@@ -79,7 +79,11 @@ def _rows(args, flag: str, name: str, columns: dict[str, type]) -> int | None:
     extension = os.path.splitext(path)[1]
     if os.path.isdir(path) and not _has_files(path):
         raise ConfigError(f"--{flag} {path} is a directory without a data file: give a file ({', '.join(FORMATS)}), or a directory with some")
-    if "://" in path or os.path.isdir(path) or glob.has_magic(path):
+    if os.path.isdir(path):
+        for file in _plain_files(path):
+            count_rows(f"--{flag} {path}, {os.path.basename(file)}", file, args.data, columns)
+        return None
+    if "://" in path or glob.has_magic(path):
         return None
     if extension not in FORMATS:
         if os.path.isfile(path) and extension != ".py":
@@ -96,6 +100,14 @@ def _rows(args, flag: str, name: str, columns: dict[str, type]) -> int | None:
     if count == 0:
         raise ConfigError(f"--{flag} {path} has no rows: give a file with prompts")
     return count
+
+
+def _plain_files(directory: str) -> list[str]:
+    """The data files right in a directory, if they are all there is: which ones of several kinds, or of folders, are read is the loader's
+    own matter."""
+    names = sorted(name for name in os.listdir(directory) if not name.startswith((".", "__")) and name != "README.md")
+    kinds = {os.path.splitext(name)[1] for name in names}
+    return [os.path.join(directory, name) for name in names] if len(kinds) == 1 and kinds <= set(FORMATS) else []
 
 
 def _has_files(directory: str) -> bool:

@@ -26,7 +26,7 @@ def count_rows(owner: str, path: str, data, columns: dict[str, type] | None = No
     types: dict[str, set[type]] = {}
     count = 0
     try:
-        for count, (place, row) in enumerate(_csv(path) if kind == "csv" else _json(owner, path), 1):
+        for count, (place, row) in enumerate(rows_of(owner, path), 1):
             if row is not None:
                 checker.check(place, row)
                 for key, value in row.items():
@@ -37,6 +37,11 @@ def count_rows(owner: str, path: str, data, columns: dict[str, type] | None = No
         found = {key: seen - {type(None)} for key, seen in types.items()}
         columns |= {key: seen.pop() for key, seen in found.items() if len(seen) == 1 and seen <= {str, int, bool}}
     return count
+
+
+def rows_of(owner: str, path: str) -> Iterator[tuple[str, object]]:
+    """(where, row) of a .json, .jsonl or .csv file; row None past the limit. ConfigError for a line that is no JSON."""
+    return _csv(path) if path.endswith(".csv") else _json(owner, path)
 
 
 class RowChecker:

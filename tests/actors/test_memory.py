@@ -10,7 +10,7 @@ import torch
 
 from qarl_openrlhf.cli.dry_run import _planned
 from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
-from qarl_openrlhf.planning.memory import BUCKET, ModelShape, estimate
+from qarl_openrlhf.planning.memory import BUCKET, ModelShape, estimate, offloaded
 from qarl_openrlhf.planning.positions import load_config
 from tests.tiny_models import save_tiny_model
 
@@ -42,8 +42,9 @@ def announced(model: str, case: tuple, world: int, moment: str) -> int:
     here = [part for part in learner.parts if not part.name.startswith((*NOT_HERE, "reduce bucket"))]
     # A CPU without BF16 products multiplies a float32 copy of the dequantized weights.
     wider = 2 * shape.quantized if case[1] == "dequant" and not cpu_multiplies_bf16() else 0
-    # What is offloaded is in the same memory here; of a node, whose ranks share it.
-    return sum(part.bytes for part in here if PHASES[moment] in part.phases) + learner.host // world + wider
+    # What is offloaded is in the same memory here, and not pinned.
+    host = offloaded(args, shape, pin=int) // world
+    return sum(part.bytes for part in here if PHASES[moment] in part.phases) + host + wider
 
 
 @pytest.mark.parametrize("world", [1, 2])

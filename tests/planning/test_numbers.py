@@ -86,6 +86,7 @@ def test_every_flag_with_a_range_exists_and_its_default_is_in_it():
         (["--preset", "tbpo_short", "--preset_length", "inf"], "a finite number above 0 tokens"),
         (["--dry_run", "--dry_run_gpu_gb", "nan", "--device", "auto"], "--dry_run_gpu_gb nan"),
         (["--preset", "tbpo_short", "--rollout.max_new_tokens", "abc"], "--rollout.max_new_tokens abc: give a number of tokens"),
+        (["--preset", "tbpo_short", "--rollout.max_new_tokens", "0"], "--rollout.max_new_tokens 0: give a number of tokens, 1 or more"),
         (["--actor.model_name_or_path", " "], "--actor.model_name_or_path is missing"),
         (["--quant.kernel", "triton"], "on a CPU use auto or torch"),
         (["--eval.steps", "0"], "--eval.steps 0 is out of range: it takes a finite number at least 1, or -1 for never"),

@@ -174,3 +174,13 @@ def test_files_that_the_loader_cannot_put_together(tmp_path, flag):
                 check_prompts(args)
         else:
             check_prompts(args)
+
+
+def test_the_files_of_a_directory_are_checked(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 2)
+    (tmp_path / "b.jsonl").write_bytes(GOOD + b'{"question": "a", "label": "b"}\n')
+    (tmp_path / "README.md").write_text("two files")
+    with pytest.raises(ConfigError, match=r"--data.prompt_dataset .*, b.jsonl, line 2 has no key 'input'"):
+        check_prompts(arguments(tmp_path))
+    (tmp_path / "b.jsonl").write_bytes(GOOD)
+    check_prompts(arguments(tmp_path))

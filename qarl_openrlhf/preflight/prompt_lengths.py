@@ -1,0 +1,54 @@
+"""Prompts that are too long for the run: OpenRLHF drops their beginning, where the instruction is, and says so in a worker's log."""
+
+import glob
+import os
+from itertools import islice
+
+from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.preflight.rows import rows_of
+
+LOOKED_AT = 1000  # prompts of each file, about a second
+
+
+def long_prompts(args) -> list[str]:
+    """A note for each local file of ``--data.prompt_dataset`` whose first prompts are partly longer than the room they have.
+
+    The tokens are those that the engine gets: template applied, nothing added. ConfigError if none of them fits. Names on the hub, and
+    models on the hub, are not looked at.
+    """
+    model = args.actor.model_name_or_path
+    if not os.path.isdir(model):
+        return []
+    response = args.rollout.max_new_tokens
+    room = args.data.max_len - (1 if response is None else response)
+    notes, tokenizer = [], None
+    for name in args.data.prompt_dataset.split(","):
+        path = name.split("@")[0].strip()
+        if glob.has_magic(path) or not os.path.isfile(path) or not path.endswith((".json", ".jsonl", ".csv")):
+            continue
+        if tokenizer is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
+        lengths = [len(ids) for ids in tokenizer(_texts(args.data, path, tokenizer), add_special_tokens=False)["input_ids"]]
+        if not (long := [length for length in lengths if length > room]):
+            continue
+        less = "" if response is None else f" less --rollout.max_new_tokens {response}"
+        found = (
+            f"{len(long):,} of the first {len(lengths):,} prompts of --data.prompt_dataset {path} are longer than {room:,} tokens "
+            f"(--data.max_len {args.data.max_len}{less}), the longest {max(long):,}"
+        )
+        if len(long) == len(lengths):
+            raise ConfigError(f"{found}: raise --data.max_len")
+        notes.append(f"{found}: their beginning is cut off. Raise --data.max_len, or leave them out")
+    return notes
+
+
+def _texts(data, path: str, tokenizer) -> list[str]:
+    """As OpenRLHF makes them, whose module for it takes seconds to import."""
+    rows = (row[data.input_key] for _, row in rows_of(f"--data.prompt_dataset {path}", path) if row is not None)
+    prompts = list(islice(rows, LOOKED_AT))
+    if data.apply_chat_template:
+        chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return [data.input_template.format(prompt) for prompt in prompts] if data.input_template else prompts

@@ -1,0 +1,53 @@
+"""Prompts that are too long for a run are told before it starts, in the tokens that the engine gets."""
+
+import json
+from types import SimpleNamespace as N
+
+import pytest
+
+from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.preflight.prompt_lengths import long_prompts
+from tests.tiny_models import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    make_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def arguments(model: str, path, **data) -> N:
+    given = {"prompt_dataset": str(path), "input_key": "input", "input_template": None, "apply_chat_template": False, "max_len": 24}
+    return N(data=N(**(given | data)), rollout=N(max_new_tokens=8), actor=N(model_name_or_path=model))
+
+
+def written(path, *prompts) -> str:
+    path.write_text("".join(json.dumps({"input": prompt}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def tokens(prompt: str) -> int:
+    return len(make_tokenizer()(prompt, add_special_tokens=False)["input_ids"])
+
+
+def test_long_prompts_are_counted_and_the_longest_is_named(model, tmp_path):
+    long = "one two three four " * 8
+    assert tokens("a b") <= 16 < tokens(long)
+    path = written(tmp_path / "some.jsonl", "a b", long, "a b")
+    (note,) = long_prompts(arguments(model, path))
+    assert note.startswith(f"1 of the first 3 prompts of --data.prompt_dataset {path} are longer than 16 tokens (--data.max_len 24 less")
+    assert f"the longest {tokens(long)}: their beginning is cut off" in note and "Raise --data.max_len" in note
+    assert long_prompts(arguments(model, path, max_len=tokens(long) + 8)) == []
+    with pytest.raises(ConfigError, match="2 of the first 2 prompts .* raise --data.max_len"):
+        long_prompts(arguments(model, written(tmp_path / "all.jsonl", long, long)))
+
+
+def test_the_template_counts_and_what_is_not_a_local_file_does_not(model, tmp_path):
+    path = written(tmp_path / "some.jsonl", "a b", "a b")
+    template = "x " * 12 + "{}"
+    assert tokens(template.format("a b")) > 16
+    with pytest.raises(ConfigError, match="2 of the first 2"):
+        long_prompts(arguments(model, path, input_template=template))
+    assert long_prompts(arguments(model, f"{path},org/a_set,{tmp_path}/*.jsonl")) == []
+    assert long_prompts(arguments("org/model", path, max_len=1)) == []
