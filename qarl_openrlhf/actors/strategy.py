@@ -68,10 +68,9 @@ class QarlStrategy(DeepspeedStrategy):
         config = super().get_ds_train_config(optim_dict, max_norm=max_norm)
         optimizer = config.get("optimizer")
         if optimizer and optimizer["type"] == "AdamW" and not self.adam_offload:
-            # PyTorch's AdamW has the same arithmetic as DeepSpeed's fused one, which a compiler takes minutes to build.
-            optimizer["params"]["torch_adam"] = True
-            if torch.cuda.is_available():
-                optimizer["params"]["fused"] = True
+            # PyTorch's AdamW has the same arithmetic as DeepSpeed's fused one, which a compiler takes minutes to build. Fused here
+            # means one pass over weights and states: on a CPU a step of SmolLM2 takes 0.1 s, not 0.7 to 1.3.
+            optimizer["params"] |= {"torch_adam": True, "fused": True}
         if self.use_dynamic_batch:
             # OpenRLHF calls backward once a micro-batch and step once an optimizer step, with an accumulation of 1. DeepSpeed 0.19
             # takes every backward for a whole step then, and keeps the gradient of the last one alone.

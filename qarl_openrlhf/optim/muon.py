@@ -81,6 +81,7 @@ class Muon(torch.optim.Optimizer):
         adamw(
             [flat], [flat.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], amsgrad=False, beta1=beta1,
             beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            fused=not flat.is_cuda,  # one pass, where ten would be main memory's to wait for; on a GPU the step count would have to be there
         )  # fmt: skip
 
 

@@ -81,3 +81,23 @@ def test_logits_of_a_chunk(kernel, dtype, chunk, a_logit, sums):
     args = N(actor=N(logprob_chunk=chunk), quant=N(kernel=kernel), ds=N(param_dtype=dtype))
     part = memory._logits(args, shape, 256, "training", "micro-batch")
     assert part.bytes == a_logit * shape.vocabulary * min(256, chunk or 256) + sums * 6 * shape.vocabulary * shape.hidden
+
+
+def test_what_is_offloaded_is_counted_as_it_is_pinned():
+    """By hand, for 2.5e9 weights of Muon and 0.5e9 of AdamW: 14 bytes a weight under ZeRO-3, two more under ZeRO-2, and what pinning adds."""
+    counts = dict.fromkeys((field.name for field in dataclasses.fields(ModelShape)), 1)
+    shape = ModelShape(**(counts | {"parameters": 3 * 10**9, "matrices": 25 * 10**8}))
+
+    def args(stage: int, offload: bool = True, sleeps: bool = False, gpus: int = 1) -> N:
+        ds = N(zero_stage=stage, adam_offload=offload, enable_sleep=sleeps, ring_attn_size=1, tensor_parallel_size=1)
+        return N(ds=ds, actor=N(optim="muon", num_nodes=1, num_gpus_per_node=gpus))
+
+    assert [memory.pinned(size) for size in (0, 1, 3, 4, 5)] == [0, 1, 4, 4, 8]
+    assert memory.offloaded(args(3, offload=False), shape) == 0
+    states = 4 * (25 + 2 * 5) * 10**8  # one moment of Muon's, two of AdamW's
+    assert memory.offloaded(args(3), shape, pin=int) == states + (4 + 4 + 2) * 3 * 10**9
+    assert memory.offloaded(args(2), shape, pin=int) == states + (4 + 4 + 2 + 2) * 3 * 10**9
+    # FP32 gradients in pieces of 1e9 weights, two whole and a half, and AdamW's half; BF16 ones in one buffer.
+    assert memory.offloaded(args(3), shape) == states + 4 * 3 * 10**9 + 2 * 2**32 + 2 * 2**31 + 2**33
+    assert memory.offloaded(args(3, offload=False, sleeps=True), shape, pin=int) == states + (4 + 2) * 3 * 10**9
+    assert memory.offloaded(args(3, gpus=2), shape, pin=int) == memory.offloaded(args(3), shape, pin=int)  # of a node, whose ranks share it
