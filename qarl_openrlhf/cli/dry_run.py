@@ -8,10 +8,10 @@ from qarl_openrlhf.objectives import objective_hyperparameters
 from qarl_openrlhf.planning import experts
 from qarl_openrlhf.planning.architecture import check_config, check_heads, meta_model
 from qarl_openrlhf.planning.host_memory import host_report
-from qarl_openrlhf.planning.memory import ModelShape
+from qarl_openrlhf.planning.memory import ModelShape, estimate
 from qarl_openrlhf.planning.placement import check_placement
 from qarl_openrlhf.planning.positions import check_positions, load_config
-from qarl_openrlhf.planning.report import memory_report
+from qarl_openrlhf.planning.report import main_memory_notes, memory_report
 from qarl_openrlhf.quant.convert import ConversionReport, convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -65,6 +65,18 @@ def main_memory_problems(args) -> list[str]:
         return host_report(args, ModelShape.of(*_planned(args, config), config))[1]
     except AttributeError:  # another kind of model than the estimate knows
         return []
+
+
+def offload_notes(args) -> list[str]:
+    """Whether this machine's memory holds what a run on its GPUs offloads; see ``main_memory_notes``."""
+    if args.device == "cpu" or not (args.ds.adam_offload or args.ds.enable_sleep or args.vllm.enable_sleep):
+        return []
+    config = load_config(args)
+    try:
+        estimates = estimate(args, ModelShape.of(*_planned(args, config), config))
+    except AttributeError:  # another kind of model than the estimate knows
+        return []
+    return main_memory_notes(max(one.host for one in estimates))
 
 
 def default_flags(parser) -> dict:

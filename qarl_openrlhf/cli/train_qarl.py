@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from qarl_openrlhf import config, runtime
-from qarl_openrlhf.cli.dry_run import check_layers, default_flags, describe, flatten, main_memory_problems
+from qarl_openrlhf.cli.dry_run import check_layers, default_flags, describe, flatten, main_memory_problems, offload_notes
 from qarl_openrlhf.cli.ending import SignalEnding
 from qarl_openrlhf.cli.flags import add_flags, typed_flags
 from qarl_openrlhf.cli.help_text import arrange
@@ -44,8 +44,8 @@ def _main(argv: list[str] | None, ending: SignalEnding) -> None:
         _refuse(positions.check_positions, args)
         _refuse(check_heads, args)
         _end_with(preflight(args) + _refuse(main_memory_problems, args))
-        long = _refuse(long_prompts, args)
-    for note in long:
+        found = _refuse(long_prompts, args) + offload_notes(args)
+    for note in found:
         print(f"note: {note}")
     for note in _refuse(choose_checkpoint, args):
         print(f"note: {note}")

@@ -186,7 +186,8 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
         Part(f"optimizer state{' (8 bits)' if eight else ''}", 0 if offload else int(moments), states, fewer),
         Part("gradients in FP32 for the step", 0 if offload else int(4 * step_share), (step,), fewer),
     ]
-    parts += _gradients(p, copies, stage, offload, args.ds.overlap_comm, phases, states, zero3 or fewer)
+    tensor = max(shape.largest, shape.largest_other)
+    parts += _gradients(p, tensor, copies, stage, offload, args.ds.overlap_comm, phases, states, zero3 or fewer)
     if stage == 3:
         live = max(min(p, LIVE), shape.largest, shape.largest_other)
         parts.append(Part("gathered parameters (ZeRO-3)", int(2 * live), (backward, publish)))
@@ -241,11 +242,12 @@ def offloaded(args, shape: ModelShape, pin=pinned) -> int:
     states = 4 * sum(count * group for group, count in groups.items()) // copies  # not pinned
     if stage == 3:  # master weights (not pinned), gradients in FP32 for the step, accumulated ones in BF16
         return ranks * (states + 4 * p // copies + floats + pin(2 * p // copies))
-    # Both in FP32, the BF16 weights to be sent back, and a buffer a tensor of accumulated gradients.
-    return ranks * (states + 2 * floats + sum(buffers(2, group) for group in groups) + 2 * p // copies)
+    # Both in FP32, the BF16 weights to be sent back, a buffer a tensor of accumulated gradients, and one for the largest on its way.
+    accumulated = 2 * p // copies + pin(2 * max(shape.largest, shape.largest_other))
+    return ranks * (states + 2 * floats + sum(buffers(2, group) for group in groups) + accumulated)
 
 
-def _gradients(p: int, copies: int, stage: int, offload: bool, overlap: bool, phases, states, advice: str) -> list[Part]:
+def _gradients(p: int, largest: int, copies: int, stage: int, offload: bool, overlap: bool, phases, states, advice: str) -> list[Part]:
     """BF16 gradients: this rank's share until the step, and what is on its way to the others.
 
     ZeRO-1 accumulates all of them on every rank, ZeRO-3 keeps its share and its bucket for the whole run.
@@ -254,9 +256,12 @@ def _gradients(p: int, copies: int, stage: int, offload: bool, overlap: bool, ph
     if stage == 0:
         return [Part("gradients", 2 * p, states, advice)]
     share = 0 if offload else 2 * p // copies
+    # DeepSpeed keeps room for the largest tensor's gradient on its way to main memory.
+    moving = 2 * largest if offload and stage < 3 else 0
     until = states if stage == 3 else (backward, step)
     parts = [
         Part("gradients", share, until, advice),
+        Part("a gradient on its way to main memory", moving, tuple(phases)),
         Part("reduce bucket", BUCKET * (2 if overlap and stage < 3 else 1), tuple(phases) if stage == 3 else (backward,)),
     ]
     if stage == 1:

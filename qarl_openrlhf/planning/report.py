@@ -30,7 +30,8 @@ def memory_report(args, shape: ModelShape) -> tuple[str, list[str]]:
     for one in estimates:
         lines += [*table(one), *(f"{note}" for note in one.notes)]
         if one.host:
-            lines.append(f"main memory a node, for what is offloaded: about {gib(one.host)}{_here(one.host)}")
+            lines.append(f"main memory a node, for what is offloaded: about {gib(one.host)}")
+            lines += main_memory_notes(one.host)
         if card is None:
             lines.append("no card to compare with: --dry_run_gpu_gb GIB names its memory")
         elif problem := one.problem(card):
@@ -41,12 +42,13 @@ def memory_report(args, shape: ModelShape) -> tuple[str, list[str]]:
     return "\n".join(lines), problems
 
 
-def _here(wanted: int) -> str:
-    """What this machine has, where a run on it would offload: on one without a GPU that is another machine's matter."""
-    if not torch.cuda.is_available():
-        return ""
+def main_memory_notes(offloaded: int) -> list[str]:
+    """A warning where this machine has less than will be offloaded to it: the kernel kills without a word. None on a machine without
+    a GPU, where the run is another machine's."""
     total = psutil.virtual_memory().total
-    return f"; this machine has {gib(total)}" + (", which is LESS" if total < wanted else "")
+    if not torch.cuda.is_available() or total >= offloaded:
+        return []
+    return [f"this machine has {gib(total)} of main memory, and about {gib(offloaded)} will be offloaded to it: the kernel may kill the run"]
 
 
 def table(one: Estimate) -> list[str]:

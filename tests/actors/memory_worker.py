@@ -12,6 +12,7 @@ from tests.ranks import become
 
 CASES = [(stage, mode, "adam", False) for stage in (1, 2, 3) for mode in ("dequant", "packed", "none")]
 CASES += [(stage, "packed", "muon", offloaded) for stage in (2, 3) for offloaded in (False, True)]
+CASES += [(stage, "packed", "adam", True) for stage in (2, 3)]
 WINDOW = 8  # responses an optimizer step, over all ranks
 
 

@@ -82,3 +82,25 @@ def test_where_deepspeed_cannot_accumulate_them_is_refused(make_learner, capsys,
     with pytest.raises((SystemExit, ConfigError)):
         make_learner("llama", **BUDGET, **flags)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optim", ["adam", "muon"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_optimizer_in_main_memory_gets_the_same_gradient(make_learner, rollout, zero, optim):
+    """DeepSpeed accumulates gradients another way for it: buffers of single tensors, which it has to add up and clip at the right time."""
+    steps = {}
+    for layout in ("padded", "dynamic-packed"):
+        for offloaded in (False, True):
+            flags = {"ds__zero_stage": zero, "actor__optim": optim, "actor__muon__lr": 1e-2, "ds__adam_offload": offloaded, **LAYOUTS[layout]}
+            learner = make_learner("llama", train__batch_size=8, quant__scheme="bf16", **flags)  # two updates: accumulation begins anew
+            fill(learner, rollout())
+            before = whole_weights(learner)
+            torch.manual_seed(5)
+            assert learner.ppo_train(0.0)["policy/updates"] == 2
+            moved = torch.cat([(after - old).flatten() for old, after in zip(before, whole_weights(learner), strict=True)])
+            steps[layout, offloaded] = float(learner.actor.model.get_global_grad_norm()), moved
+        norm, moved = steps[layout, False]
+        its_norm, its_moved = steps[layout, True]
+        alike = torch.cosine_similarity(its_moved, moved, 0)
+        print(f"ZeRO-{zero} {optim} {layout}: norm {its_norm} for {norm}, cosine {alike}, equal {torch.equal(its_moved, moved)}")
+        assert its_norm == pytest.approx(norm, rel=0.01) and moved.any() and alike > 0.999, layout

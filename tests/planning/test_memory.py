@@ -96,8 +96,19 @@ def test_what_is_offloaded_is_counted_as_it_is_pinned():
     assert memory.offloaded(args(3, offload=False), shape) == 0
     states = 4 * (25 + 2 * 5) * 10**8  # one moment of Muon's, two of AdamW's
     assert memory.offloaded(args(3), shape, pin=int) == states + (4 + 4 + 2) * 3 * 10**9
-    assert memory.offloaded(args(2), shape, pin=int) == states + (4 + 4 + 2 + 2) * 3 * 10**9
+    assert memory.offloaded(args(2), shape, pin=int) == states + (4 + 4 + 2 + 2) * 3 * 10**9 + 2
     # FP32 gradients in pieces of 1e9 weights, two whole and a half, and AdamW's half; BF16 ones in one buffer.
     assert memory.offloaded(args(3), shape) == states + 4 * 3 * 10**9 + 2 * 2**32 + 2 * 2**31 + 2**33
     assert memory.offloaded(args(3, offload=False, sleeps=True), shape, pin=int) == states + (4 + 2) * 3 * 10**9
     assert memory.offloaded(args(3, gpus=2), shape, pin=int) == memory.offloaded(args(3), shape, pin=int)  # of a node, whose ranks share it
+
+
+def test_too_little_main_memory_is_told_where_the_run_would_be(monkeypatch):
+    from qarl_openrlhf.planning import report
+
+    huge = 2**60
+    assert report.main_memory_notes(huge) == [] or torch.cuda.is_available()  # a plan for another machine
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (note,) = report.main_memory_notes(huge)
+    assert "this machine has" in note and memory.gib(huge) in note
+    assert report.main_memory_notes(GIB) == []
