@@ -5,7 +5,7 @@
 #   bash benchmarks/gpu/recipes.sh [RECIPE ...]      qwen3_8b qwen3_30b_a3b; on one GPU: qwen3_8b_1gpu
 # env: QARL_RECIPES_GPUS (default: all visible)  QARL_RECIPES_LAYERS=4  QARL_RECIPES_ARMS="qarl bf16 rollout"
 #      QARL_RECIPES_PLACES="colocated apart"  QARL_RECIPES_SECONDS=400 (limit of a run)  QARL_RECIPES_DIR=runs/recipes
-#      QARL_RECIPES_RESUME=1 (0: the qarl arm saves no checkpoint; one of all of the 8B's layers is 90 GB)
+#      QARL_RECIPES_RESUME=1 (0: the qarl arm saves no checkpoint; one of all of the 8B's layers is about 90 GB)
 #      QARL_RECIPES_FLAGS="--quant.scheme fp8" (more flags, every run)  QARL_VENV=.venv
 set -uo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"

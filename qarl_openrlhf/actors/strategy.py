@@ -69,7 +69,7 @@ class QarlStrategy(DeepspeedStrategy):
         optimizer = config.get("optimizer")
         if optimizer and optimizer["type"] == "AdamW":
             # PyTorch's AdamW has the same arithmetic as DeepSpeed's for GPUs and for main memory, which a compiler takes minutes to
-            # build. Fused is one pass over weights and states: of SmolLM2 on two cores 0.1 s, where the ten passes take 0.7 to 1.3.
+            # build. Fused is one pass over weights and states, where main memory would have to be waited for ten times.
             optimizer["params"] |= {"torch_adam": True, "fused": True}
         if self.use_dynamic_batch:
             # OpenRLHF calls backward once a micro-batch and step once an optimizer step, with an accumulation of 1. DeepSpeed 0.19

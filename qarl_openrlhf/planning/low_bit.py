@@ -65,7 +65,7 @@ def _check_moments(args, role: str) -> None:
         )
     if args.ds.adam_offload:
         raise ConfigError(
-            f"{flag} with --ds.adam_offload: DeepSpeed's AdamW in main memory has float32 states, none on a GPU: use one of them"
+            f"{flag} with --ds.adam_offload: AdamW in main memory has float32 states, none on a GPU: use one of them"
         )
     if args.ds.zero_stage == 0 or (args.ds.zero_stage == 1 and args.ds.grad_accum_dtype == "fp32"):
         what = "zero_stage 0" if args.ds.zero_stage == 0 else "grad_accum_dtype fp32 at stage 1"

@@ -164,11 +164,15 @@ def learner_tensors(args, shape: ModelShape) -> int:
     return learner.total(learner.peak)
 
 
+def _copies(args) -> int:
+    """Learners that each see other samples: what ZeRO shares states out over."""
+    return max(1, args.actor.num_nodes * args.actor.num_gpus_per_node // (args.ds.ring_attn_size * args.ds.tensor_parallel_size))
+
+
 def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     rollout, backward, step, publish = phases
     scheme, stage = QuantScheme.parse(args.quant.scheme), args.ds.zero_stage
-    gpus = args.actor.num_nodes * args.actor.num_gpus_per_node
-    copies = max(1, gpus // (args.ds.ring_attn_size * args.ds.tensor_parallel_size))
+    copies = _copies(args)
     offload, sleeps = args.ds.adam_offload, args.ds.enable_sleep
     p = shape.parameters
     states = (backward, step) if sleeps else tuple(phases)
@@ -224,27 +228,26 @@ def offloaded(args, shape: ModelShape, pin=pinned) -> int:
     offload, stage = args.ds.adam_offload, args.ds.zero_stage
     if not (offload or args.ds.enable_sleep):
         return 0
-    ranks = args.actor.num_gpus_per_node
-    copies = max(1, args.actor.num_nodes * ranks // (args.ds.ring_attn_size * args.ds.tensor_parallel_size)) if stage else 1
-    p = shape.parameters
+    ranks, p = args.actor.num_gpus_per_node, shape.parameters
+    copies = _copies(args) if stage else 1
     rest = p - shape.matrices  # what Muon leaves to AdamW, which has two moments
-    groups = {shape.matrices: 1, rest: 2} if args.actor.optim == "muon" else {p: 2}
+    groups = [(shape.matrices, 1), (rest, 2)] if args.actor.optim == "muon" else [(p, 2)]  # weights, moments
 
     def buffers(width: int, group: int) -> int:
         """Of one rank's share of a group, ``width`` bytes a weight; ZeRO-3 cuts groups into pieces."""
         whole, left = divmod(group, LIVE) if stage == 3 else (0, group)
         return whole * pin(width * LIVE // copies) + pin(width * left // copies)
 
-    floats = sum(buffers(4, group) for group in groups)
+    floats = sum(buffers(4, group) for group, _ in groups)
     if not offload:
-        moments = sum(count * buffers(4, group) for group, count in groups.items())
+        moments = sum(count * buffers(4, group) for group, count in groups)
         return ranks * (floats + moments + pin(2 * p // copies))
-    states = 4 * sum(count * group for group, count in groups.items()) // copies  # not pinned
+    states = 4 * sum(count * group for group, count in groups) // copies  # not pinned
     if stage == 3:  # master weights (not pinned), gradients in FP32 for the step, accumulated ones in BF16
         return ranks * (states + 4 * p // copies + floats + pin(2 * p // copies))
     # Both in FP32, the BF16 weights to be sent back, a buffer a tensor of accumulated gradients, and one for the largest on its way.
     accumulated = 2 * p // copies + pin(2 * max(shape.largest, shape.largest_other))
-    return ranks * (states + 2 * floats + sum(buffers(2, group) for group in groups) + accumulated)
+    return ranks * (states + 2 * floats + sum(buffers(2, group) for group, _ in groups) + accumulated)
 
 
 def _gradients(p: int, largest: int, copies: int, stage: int, offload: bool, overlap: bool, phases, states, advice: str) -> list[Part]:

@@ -50,5 +50,8 @@ def _texts(data, path: str, tokenizer) -> list[str]:
     prompts = list(islice(rows, LOOKED_AT))
     if data.apply_chat_template:
         chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+        try:
+            return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+        except Exception as error:  # whatever a template raises: roles that it does not take, fields that are not there
+            raise ConfigError(f"--data.prompt_dataset {path}: the model's chat template does not take these prompts: {error}") from None
     return [data.input_template.format(prompt) for prompt in prompts] if data.input_template else prompts

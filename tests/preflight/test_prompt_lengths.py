@@ -51,3 +51,11 @@ def test_the_template_counts_and_what_is_not_a_local_file_does_not(model, tmp_pa
         long_prompts(arguments(model, path, input_template=template))
     assert long_prompts(arguments(model, f"{path},org/a_set,{tmp_path}/*.jsonl")) == []
     assert long_prompts(arguments("org/model", path, max_len=1)) == []
+
+
+def test_a_template_that_refuses_the_prompts_is_named(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('users only') }}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="some.jsonl: the model's chat template does not take these prompts: users only"):
+        long_prompts(arguments(str(tmp_path / "model"), written(tmp_path / "some.jsonl", "a b"), apply_chat_template=True))
