@@ -4,12 +4,32 @@ import gc
 import os
 import signal
 
+import pytest
+
 from qarl_openrlhf import runtime
 
 runtime.set_environment("cuda" if os.path.exists("/dev/nvidia0") else "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made here or come from packages
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job that a shell runs in the background ignores it, and so would its children
+
+
+LARGEST_MAPPING = 4 * 2**30
+
+
+def largest_mapping() -> int:
+    """Bytes of this process's largest piece of private writable memory, touched or not."""
+    pieces = [line.split(maxsplit=2) for line in open("/proc/self/maps")]
+    spans = [[int(end, 16) for end in span.split("-")] for span, mode, *_ in pieces if mode[1] == "w" and mode[3] == "p"]
+    return max(end - start for start, end in spans)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ray_can_still_be_started(request):
+    """Linux refuses to fork a process, as Ray's start does, when one of its mappings is larger than the machine's memory, although
+    nothing ever touched it; neighbours count as one."""
+    yield
+    assert (found := largest_mapping()) < LARGEST_MAPPING, f"after {request.node.nodeid}, {found / 2**30:.1f} GiB are mapped in one piece"
 
 
 def pytest_collection_finish():

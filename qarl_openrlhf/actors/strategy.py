@@ -18,6 +18,7 @@ from qarl_openrlhf.checkpoint.write import rotate, write_checkpoint
 from qarl_openrlhf.kernels import dispatch
 from qarl_openrlhf.optim import adam8bit, muon
 from qarl_openrlhf.patches.rotary import restore_frequencies
+from qarl_openrlhf.planning.reduce_bucket import reduce_bucket
 from qarl_openrlhf.preflight.ports import named
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -32,6 +33,7 @@ class QarlStrategy(DeepspeedStrategy):
     flags: dict = {}  # of the run, for its checkpoints
     rank_state: dict = {}  # what this process wants in its next checkpoint besides its random state
     loaded_state: dict | None = None  # what it had saved in the checkpoint that was loaded
+    trained_weights: int | None = None  # of the model that is being set up
 
     def setup_distributed(self, *args, **kwargs) -> None:
         """OpenRLHF's; PortError naming the holder if the port that was free when it was chosen has been taken since."""
@@ -46,6 +48,7 @@ class QarlStrategy(DeepspeedStrategy):
             dispatch.set_kernel(quant.kernel)
             report = QuantActor.convert(model, QuantScheme.parse(quant.scheme), cache=quant.cache)
             self.print(report.table())
+        self.trained_weights = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
         if cfg["optim"] == "muon":
             with muon.in_place_of_deepspeeds(cfg["muon"], cfg["adam"]):
                 # As "adam": OpenRLHF's Muon branch only sets DeepSpeed's own up, and warns of its faults.
@@ -71,6 +74,8 @@ class QarlStrategy(DeepspeedStrategy):
             # PyTorch's AdamW has the same arithmetic as DeepSpeed's for GPUs and for main memory, which a compiler takes minutes to
             # build. Fused is one pass over weights and states, where main memory would have to be waited for ten times.
             optimizer["params"] |= {"torch_adam": True, "fused": True}
+        if self.trained_weights:
+            config["zero_optimization"]["reduce_bucket_size"] = reduce_bucket(self.trained_weights)
         if self.use_dynamic_batch:
             # OpenRLHF calls backward once a micro-batch and step once an optimizer step, with an accumulation of 1. DeepSpeed 0.19
             # takes every backward for a whole step then, and keeps the gradient of the last one alone.

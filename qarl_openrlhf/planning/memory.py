@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from qarl_openrlhf.engine.engine_args import engine_args
 from qarl_openrlhf.optim.groups import matrix_shapes
+from qarl_openrlhf.planning.reduce_bucket import reduce_bucket
 from qarl_openrlhf.quant.convert import ConversionReport
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 GIB = 2**30
 CONTEXT = int(1.25 * GIB)  # CUDA context, NCCL buffers and kernels of one process
 ENGINE_WORK = 2 * GIB  # vLLM beside weights and KV cache: activations of a prefill batch, sampler, CUDA graphs
-BUCKET = 2 * 500_000_000  # DeepSpeed's default reduce bucket, 5e8 BF16 elements: allocated in full, however small the model
 LIVE = 1_000_000_000  # ZeRO-3 gathers at most this many parameters at a time, and one leaf module
 # A token's logits, times the vocabulary: float32 logits kept for the backward, the accumulated gradient, and the gradient of the
 # chunk (or of the gather) being added to it.
@@ -261,11 +261,12 @@ def _gradients(p: int, largest: int, copies: int, stage: int, offload: bool, ove
     share = 0 if offload else 2 * p // copies
     # DeepSpeed keeps room for the largest tensor's gradient on its way to main memory.
     moving = 2 * largest if offload and stage < 3 else 0
+    bucket = 2 * reduce_bucket(p) * (2 if overlap and stage < 3 else 1)
     until = states if stage == 3 else (backward, step)
     parts = [
         Part("gradients", share, until, advice),
         Part("a gradient on its way to main memory", moving, tuple(phases)),
-        Part("reduce bucket", BUCKET * (2 if overlap and stage < 3 else 1), tuple(phases) if stage == 3 else (backward,)),
+        Part("reduce bucket", bucket, tuple(phases) if stage == 3 else (backward,)),
     ]
     if stage == 1:
         parts.append(Part("gradients of the other ranks' shares (ZeRO-1)", 2 * p - share, (backward,), advice))

@@ -5,6 +5,7 @@ import torch
 
 from qarl_openrlhf.actors.loss import ObjectiveLoss
 from qarl_openrlhf.objectives import build_objective, list_objectives
+from qarl_openrlhf.planning.reduce_bucket import reduce_bucket
 
 
 class RecordingLoss(ObjectiveLoss):
@@ -152,6 +153,13 @@ def test_openrlhf_own_loss_still_trains(make_learner, rollout):
     fill(learner, rollout())
     metrics = learner.ppo_train(0.0)
     assert metrics["policy/updates"] == 2 and "ppo_clip_ratio" in metrics
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_bucket_of_gradients_is_no_larger_than_the_model(make_learner, zero):
+    learner = make_learner("llama", ds__zero_stage=zero)
+    weights = sum(getattr(p, "ds_numel", p.numel()) for p in learner.actor.parameters())
+    assert learner.actor.model.optimizer.reduce_bucket_size == reduce_bucket(weights) == weights
 
 
 def test_zero_stages_compute_the_same_function(make_learner, rollout):

@@ -112,3 +112,14 @@ def test_too_little_main_memory_is_told_where_the_run_would_be(monkeypatch):
     (note,) = report.main_memory_notes(huge)
     assert "this machine has" in note and memory.gib(huge) in note
     assert report.main_memory_notes(GIB) == []
+
+
+def test_a_bucket_of_gradients_is_no_larger_than_the_model():
+    def bucket(weights: int, stage: int, overlap: bool) -> int:
+        phases = memory.PHASES
+        parts = memory._gradients(weights, 1000, 1, stage, False, overlap, phases, phases, "")
+        return next(part.bytes for part in parts if part.name == "reduce bucket")
+
+    assert bucket(135 * 10**6, 3, False) == 2 * 135 * 10**6
+    assert bucket(135 * 10**6, 2, True) == 2 * 2 * 135 * 10**6
+    assert bucket(8 * 10**9, 3, True) == 2 * 500_000_000
