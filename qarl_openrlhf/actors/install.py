@@ -27,12 +27,15 @@ def install(args, startup: Startup | None = None):
     ppo_trainer.PPOTrainer = ray.remote(trainer.QarlPPOTrainer).options(scheduling_strategy=here)
     ppo_trainer_async.PPOTrainerAsync = ray.remote(trainer.QarlPPOTrainerAsync).options(scheduling_strategy=here)
     vllm_engine.RolloutRayActor = engines = _EngineFactory(ray.remote(QarlRolloutActor), args, startup)
+    # The one call that ``create_vllm_engines`` makes: "sleep". Models are loaded when it is answered, but the processes that will
+    # load them, and the controller, start and import beside the engines' own start.
+    vllm_engine.batch_vllm_engine_call = _Group.load_after
     on_gpu = ray.remote(num_gpus=1)
     train_ppo_ray.PolicyModelActor = on_gpu(policy.QarlPolicyActor)
     train_ppo_ray.ReferenceModelActor = on_gpu(model_workers.ReferenceModelActor)
     train_ppo_ray.RewardModelActor = on_gpu(model_workers.RewardModelActor)
     train_ppo_ray.CriticModelActor = on_gpu(model_workers.CriticModelActor)
-    _Group.startup, train_ppo_ray.RayActorGroup = startup, _Group
+    _Group.startup, _Group.awaited, train_ppo_ray.RayActorGroup = startup, [], _Group
     _Group.actor_classes = {
         "learner": train_ppo_ray.PolicyModelActor,
         "reference": train_ppo_ray.ReferenceModelActor,
@@ -55,17 +58,24 @@ def install(args, startup: Startup | None = None):
 
 
 class _Group(RayActorGroup):
-    """Says when all actors of a group have loaded their model."""
+    """Has its actors load their model when engines that share their GPUs sleep, and says when all have."""
 
-    # Of the class: a group travels to the controller, which needs neither.
+    # Of the class: a group travels to the controller, which needs none of them.
     startup: Startup
     actor_classes: dict
+    awaited: list = []  # what the engines still have to answer
+
+    @classmethod
+    def load_after(cls, engines: list, method: str) -> None:
+        """Call ``method`` of all engines; no group loads its model before they have answered."""
+        cls.awaited += [getattr(engine, method).remote() for engine in engines]
 
     def __init__(self, num_nodes, num_gpus_per_node, ray_actor_type, *args, **kwargs):
         self.role = next(role for role, actor_class in self.actor_classes.items() if actor_class is ray_actor_type)
         super().__init__(num_nodes, num_gpus_per_node, ray_actor_type, *args, **kwargs)
 
     def async_init_model_from_pretrained(self, *args, **kwargs):
+        ray.get(self.awaited)
         refs = super().async_init_model_from_pretrained(*args, **kwargs)
         self.startup.watch(f"{self.role} loads its model", f"{self.role} ready", refs)
         return refs
