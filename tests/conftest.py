@@ -14,7 +14,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job that a shell runs in the background ignores it, and so would its children
 
 
-LARGEST_MAPPING = 4 * 2**30
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def largest_mapping() -> int:
@@ -29,7 +29,7 @@ def ray_can_still_be_started(request):
     """Linux refuses to fork a process, as Ray's start does, when one of its mappings is larger than the machine's memory, although
     nothing ever touched it; neighbours count as one."""
     yield
-    assert (found := largest_mapping()) < LARGEST_MAPPING, f"after {request.node.nodeid}, {found / 2**30:.1f} GiB are mapped in one piece"
+    assert (found := largest_mapping()) < MEMORY / 4, f"after {request.node.nodeid}, {found / 2**30:.1f} GiB are mapped in one piece"
 
 
 def pytest_collection_finish():

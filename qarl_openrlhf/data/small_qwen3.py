@@ -176,6 +176,8 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
 
     if device == "cuda" and not torch.cuda.is_available():
         raise DataError("--device cuda: torch sees no GPU")
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32: finer than the BF16 in which the weights are saved
     if settings.base:
         model, tokenizer = load_base(settings.base)
         torch.manual_seed(seed)

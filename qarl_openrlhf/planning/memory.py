@@ -22,7 +22,7 @@ LIVE = 1_000_000_000  # ZeRO-3 gathers at most this many parameters at a time, a
 LOGITS = 12
 CHUNK_LOGITS = 2  # the same of a chunk on a card: BF16 logits, which their gradient overwrites (kernels.token_log_probs)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: codes, and scales of 64 in 8 bits with float32 scales of 256 of their own
-MOMENT_BYTES = 2 * (1 + 4 / 256)  # a weight's two 8-bit moments, and float32 scales of 256
+MOMENT_8BIT = (1, 4 / 256)  # bytes a weight of an 8-bit moment's two tensors: codes, and float32 scales of 256
 PHASES = ("rollout", "forward and backward", "optimizer step", "publish")
 USABLE = 0.97  # of a card's memory: the driver's share, and what the allocator cannot give out in one piece
 
@@ -169,6 +169,11 @@ def _copies(args) -> int:
     return max(1, args.actor.num_nodes * args.actor.num_gpus_per_node // (args.ds.ring_attn_size * args.ds.tensor_parallel_size))
 
 
+def _eight_bits(args) -> bool:
+    """Whether the optimizer keeps 8-bit moments."""
+    return args.actor.optim == "adam" and args.actor.adam.state_bits == 8
+
+
 def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     rollout, backward, step, publish = phases
     scheme, stage = QuantScheme.parse(args.quant.scheme), args.ds.zero_stage
@@ -181,8 +186,8 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     fewer = "" if offload else "--ds.adam_offload (host memory), or more GPUs" + ("" if stage else " with --ds.zero_stage 2")
     zero3 = "" if stage == 3 or copies == 1 else "--ds.zero_stage 3"
     adam = p - shape.matrices if args.actor.optim == "muon" else p
-    eight = args.actor.optim == "adam" and args.actor.adam.state_bits == 8
-    moments = MOMENT_BYTES * p if eight else 4 * (p + adam)  # Muon: one momentum a matrix weight; AdamW: two
+    eight = _eight_bits(args)
+    moments = 2 * sum(MOMENT_8BIT) * p if eight else 4 * (p + adam)  # Muon: one momentum a matrix weight; AdamW: two
     moments /= copies if stage >= 1 else 1
     parts = [
         Part("BF16 parameters", int(2 * (p / copies if stage == 3 else p)), tuple(phases), zero3),
@@ -233,14 +238,15 @@ def offloaded(args, shape: ModelShape, pin=pinned) -> int:
     rest = p - shape.matrices  # what Muon leaves to AdamW, which has two moments
     groups = [(shape.matrices, 1), (rest, 2)] if args.actor.optim == "muon" else [(p, 2)]  # weights, moments
 
-    def buffers(width: int, group: int) -> int:
+    def buffers(width: float, group: int) -> int:
         """Of one rank's share of a group, ``width`` bytes a weight; ZeRO-3 cuts groups into pieces."""
         whole, left = divmod(group, LIVE) if stage == 3 else (0, group)
-        return whole * pin(width * LIVE // copies) + pin(width * left // copies)
+        return whole * pin(int(width * LIVE // copies)) + pin(int(width * left // copies))
 
     floats = sum(buffers(4, group) for group, _ in groups)
     if not offload:
-        moments = sum(count * buffers(4, group) for group, count in groups)
+        widths = MOMENT_8BIT if _eight_bits(args) else (4,)
+        moments = sum(count * buffers(width, group) for group, count in groups for width in widths)
         return ranks * (floats + moments + pin(2 * p // copies))
     states = 4 * sum(count * group for group, count in groups) // copies  # not pinned
     if stage == 3:  # master weights (not pinned), gradients in FP32 for the step, accumulated ones in BF16

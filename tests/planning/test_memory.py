@@ -114,6 +114,17 @@ def test_too_little_main_memory_is_told_where_the_run_would_be(monkeypatch):
     assert report.main_memory_notes(GIB) == []
 
 
+def test_8_bit_moments_that_sleep_are_counted_as_such():
+    counts = dict.fromkeys((field.name for field in dataclasses.fields(ModelShape)), 1)
+    shape = ModelShape(**(counts | {"parameters": 2**30}))
+    ds = N(zero_stage=2, adam_offload=False, enable_sleep=True, ring_attn_size=1, tensor_parallel_size=1)
+    actor = N(optim="adam", num_nodes=1, num_gpus_per_node=1, adam=N(state_bits=8))
+    floats, gradients, moments = 4 * 2**30, 2 * 2**30, 2 * (2**30 + 2**24)
+    assert memory.offloaded(N(ds=ds, actor=actor), shape) == floats + gradients + moments
+    actor.adam.state_bits = 32
+    assert memory.offloaded(N(ds=ds, actor=actor), shape) == floats + gradients + 2 * 4 * 2**30
+
+
 def test_a_bucket_of_gradients_is_no_larger_than_the_model():
     def bucket(weights: int, stage: int, overlap: bool) -> int:
         phases = memory.PHASES
