@@ -1,11 +1,13 @@
 """Where a run lives: the device, the process environment, the Ray cluster and the resources asked of it."""
 
 import logging
+import math
 import os
 import socket
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 PLACEMENT_TIMEOUT_S = 60
 
@@ -84,8 +86,20 @@ def cuda_device_count() -> int:
 
 
 def available_cpus() -> int:
-    """Cores this process may use (cgroup affinity, not the machine's total)."""
-    return len(os.sched_getaffinity(0))
+    """Cores this process may use: those it may run on, and no more than its container's quota pays for."""
+    return max(1, min(len(os.sched_getaffinity(0)), cpu_quota()))
+
+
+def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """Cores' worth of time that the container may use; infinite without a limit."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):  # cgroups of the first version, or none
+        try:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        except OSError:
+            return math.inf
+    return math.ceil(int(quota) / int(period)) if quota.strip() not in ("max", "-1") else math.inf
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3-8B on one GPU of 80 GB: learner and engine take turns (sleep), weights are handed over in GPU memory (ipc), master weights
-# and optimizer state are in main memory (about 120 GiB). ARM, environment variables and flags: scripts/lib/recipe.sh
+# and optimizer state are in main memory (about 125 GiB; ARM=bf16 135). ARM, environment variables and flags: scripts/lib/recipe.sh
 # QARL_OFFLOAD=0: they stay on the GPU, which takes one of 141 GB and no main memory.
 # Smaller than the paper: responses of 7,168 tokens, 128 prompts x 8 samples, still 8 updates a rollout.
 export QARL_NODES=1 QARL_GPUS_PER_NODE=1

@@ -4,11 +4,16 @@ All our actor classes stay plain at module level and are wrapped by ``ray.remote
 them by reference, so that the worker imports this package, which applies the patches.
 """
 
+import os
+import socket
+
+import torch
 from openrlhf.trainer.ray import launcher, ppo_critic
 
 from qarl_openrlhf.checkpoint.state import set_random_state
 from qarl_openrlhf.patches import liger
 from qarl_openrlhf.patches.rotary import restore_frequencies
+from qarl_openrlhf.runtime import available_cpus
 
 
 def plain_class(actor_class) -> type:
@@ -19,7 +24,32 @@ def plain_class(actor_class) -> type:
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
-class ReferenceModelActor(plain_class(launcher.ReferenceModelActor)):
+class KeepsPort:
+    """A rank 0 chooses the port where the ranks meet when its process starts, and listens there when models are loaded, minutes later
+    beside engines that start: kept from others until then."""
+
+    _kept: socket.socket | None = None
+
+    def _get_free_port(self) -> int:
+        self._kept = socket.socket()
+        self._kept.bind(("", 0))
+        return self._kept.getsockname()[1]
+
+    def _setup_distributed(self, strategy) -> None:
+        if self._kept:
+            self._kept.close()
+        super()._setup_distributed(strategy)
+
+
+def use_cores(args) -> None:
+    """Give the learner's arithmetic on the processor its cores; Ray sets one thread per requested CPU, and one for a fraction."""
+    if not torch.cuda.is_available():  # learner and engine take turns, so each may use all cores
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", available_cpus())))
+    elif args.ds.adam_offload and int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:
+        torch.set_num_threads(max(1, available_cpus() // args.actor.num_gpus_per_node))
+
+
+class ReferenceModelActor(KeepsPort, plain_class(launcher.ReferenceModelActor)):
     def init_model_from_pretrained(self, strategy, pretrain):
         """With ``--ref.load_in_4bit`` an NF4 model outside of DeepSpeed, whole on every rank: ZeRO-3 would cut its codes apart, and
         OpenRLHF's own flag for it would also load the policy and the critic in NF4."""
@@ -36,11 +66,15 @@ class ReferenceModelActor(plain_class(launcher.ReferenceModelActor)):
         restore_frequencies(self.model)
 
 
-class RewardModelActor(plain_class(launcher.RewardModelActor)):
+class RewardModelActor(KeepsPort, plain_class(launcher.RewardModelActor)):
     pass
 
 
-class CriticModelActor(plain_class(ppo_critic.CriticModelActor)):
+class CriticModelActor(KeepsPort, plain_class(ppo_critic.CriticModelActor)):
+    def init_model_from_pretrained(self, strategy, pretrain, max_steps):
+        use_cores(strategy.args)
+        super().init_model_from_pretrained(strategy, pretrain, max_steps)
+
     def fit(self) -> dict:
         resume_random_state(self.strategy)
         return super().fit()

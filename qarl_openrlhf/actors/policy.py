@@ -7,12 +7,11 @@ from openrlhf.trainer.ray import ppo_actor, ppo_critic
 
 from qarl_openrlhf.actors import asleep
 from qarl_openrlhf.actors.learner import QarlActorTrainer
-from qarl_openrlhf.actors.model_workers import plain_class, resume_random_state
+from qarl_openrlhf.actors.model_workers import KeepsPort, plain_class, resume_random_state, use_cores
 from qarl_openrlhf.actors.moving_average import blend
 from qarl_openrlhf.checkpoint.state import local_weights, set_local_weights
 from qarl_openrlhf.patches import liger, zero3_loading
 from qarl_openrlhf.quant.export import export_checkpoint
-from qarl_openrlhf.runtime import available_cpus
 
 # ``PolicyModelActor.init_model_from_pretrained`` looks the trainer class up in its module.
 ppo_actor.ActorPPOTrainer = QarlActorTrainer
@@ -33,16 +32,11 @@ def others_want_memory(args) -> bool:
     return bool(args.vllm.enable_sleep or args.ds.enable_sleep or others)
 
 
-class QarlPolicyActor(plain_class(ppo_actor.PolicyModelActor)):
+class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
     """``PolicyModelActor`` with a ``QuantActor`` and our trainer step."""
 
     def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None):
-        if not torch.cuda.is_available():
-            # Ray sets one thread per requested CPU; learner and engine take turns, so each may use all cores.
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", available_cpus())))
-        elif strategy.args.ds.adam_offload and int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:
-            # The optimizer's arithmetic is the processor's then, and Ray gives a fraction of a CPU one thread.
-            torch.set_num_threads(max(1, available_cpus() // strategy.args.actor.num_gpus_per_node))
+        use_cores(strategy.args)
         zero3_loading.apply()
         liger.keep_experts(strategy.args)
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from qarl_openrlhf.engine.engine_args import engine_args
 from qarl_openrlhf.optim.groups import matrix_shapes
+from qarl_openrlhf.planning.offload import MOMENT_8BIT, data_parallel, eight_bits, offloaded, pieces
 from qarl_openrlhf.planning.reduce_bucket import reduce_bucket
 from qarl_openrlhf.quant.convert import ConversionReport
 from qarl_openrlhf.quant.scheme import QuantScheme
@@ -22,7 +23,6 @@ LIVE = 1_000_000_000  # ZeRO-3 gathers at most this many parameters at a time, a
 LOGITS = 12
 CHUNK_LOGITS = 2  # the same of a chunk on a card: BF16 logits, which their gradient overwrites (kernels.token_log_probs)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: codes, and scales of 64 in 8 bits with float32 scales of 256 of their own
-MOMENT_8BIT = (1, 4 / 256)  # bytes a weight of an 8-bit moment's two tensors: codes, and float32 scales of 256
 PHASES = ("rollout", "forward and backward", "optimizer step", "publish")
 USABLE = 0.97  # of a card's memory: the driver's share, and what the allocator cannot give out in one piece
 
@@ -48,6 +48,7 @@ class ModelShape:
     mlp: int
     vocabulary: int
     experts_hidden: int = 0  # hidden features of the sorted copies a mixture of experts makes, a token
+    tensors: tuple[tuple[int, bool], ...] = ()  # (weights, whether Muon updates it) of each parameter, in order
 
     @classmethod
     def of(cls, model, report: ConversionReport, config) -> "ModelShape":
@@ -56,10 +57,11 @@ class ModelShape:
         quantized = {layer.name for layer in report.quantized}
         plain = [p.numel() for name, p in model.named_parameters() if name.removesuffix(".weight") not in quantized]
         active = getattr(text, "num_experts_per_tok", 0) if getattr(text, "num_experts", 0) else 0
+        matrices = matrix_shapes(model)
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
             quantized=sum(p.experts * p.out_features * p.in_features for p in report.quantized),
-            matrices=sum(count * rows * columns for count, rows, columns in matrix_shapes(model).values()),
+            matrices=sum(count * rows * columns for count, rows, columns in matrices.values()),
             largest=max([p.experts * p.out_features * p.in_features for p in report.quantized], default=0),
             largest_other=max(plain, default=0),
             layers=text.num_hidden_layers,
@@ -70,6 +72,7 @@ class ModelShape:
             mlp=active * text.moe_intermediate_size if active else text.intermediate_size,
             vocabulary=text.vocab_size,
             experts_hidden=active * text.hidden_size,
+            tensors=tuple((p.numel(), name in matrices) for name, p in model.named_parameters()),
         )
 
 
@@ -164,29 +167,19 @@ def learner_tensors(args, shape: ModelShape) -> int:
     return learner.total(learner.peak)
 
 
-def _copies(args) -> int:
-    """Learners that each see other samples: what ZeRO shares states out over."""
-    return max(1, args.actor.num_nodes * args.actor.num_gpus_per_node // (args.ds.ring_attn_size * args.ds.tensor_parallel_size))
-
-
-def _eight_bits(args) -> bool:
-    """Whether the optimizer keeps 8-bit moments."""
-    return args.actor.optim == "adam" and args.actor.adam.state_bits == 8
-
-
 def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     rollout, backward, step, publish = phases
     scheme, stage = QuantScheme.parse(args.quant.scheme), args.ds.zero_stage
-    copies = _copies(args)
+    copies = data_parallel(args)
     offload, sleeps = args.ds.adam_offload, args.ds.enable_sleep
     p = shape.parameters
     states = (backward, step) if sleeps else tuple(phases)
     share = p / copies if stage >= 1 else p
-    step_share = min(share, LIVE) if stage == 3 else share  # ZeRO-3 steps through sub-groups of 1e9 parameters
+    step_share = max((weights for weights, _ in pieces(args, shape)), default=0) if stage == 3 else share  # ZeRO-3 steps piece by piece
     fewer = "" if offload else "--ds.adam_offload (host memory), or more GPUs" + ("" if stage else " with --ds.zero_stage 2")
     zero3 = "" if stage == 3 or copies == 1 else "--ds.zero_stage 3"
     adam = p - shape.matrices if args.actor.optim == "muon" else p
-    eight = _eight_bits(args)
+    eight = eight_bits(args)
     moments = 2 * sum(MOMENT_8BIT) * p if eight else 4 * (p + adam)  # Muon: one momentum a matrix weight; AdamW: two
     moments /= copies if stage >= 1 else 1
     parts = [
@@ -221,39 +214,6 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
     if args.critic.model_name_or_path or not args.reward.remote_url:
         notes.append("not counted: critic and reward model")
     return Estimate("each learner GPU", parts, offloaded(args, shape), notes)
-
-
-def pinned(size: int) -> int:
-    """What PyTorch takes for a pinned buffer of so many bytes: the next power of two."""
-    return 1 << (size - 1).bit_length() if size else 0
-
-
-def offloaded(args, shape: ModelShape, pin=pinned) -> int:
-    """Bytes of main memory a node, for what learners keep there: for good, or while the engines sample. ``pin``: of a pinned buffer."""
-    offload, stage = args.ds.adam_offload, args.ds.zero_stage
-    if not (offload or args.ds.enable_sleep):
-        return 0
-    ranks, p = args.actor.num_gpus_per_node, shape.parameters
-    copies = _copies(args) if stage else 1
-    rest = p - shape.matrices  # what Muon leaves to AdamW, which has two moments
-    groups = [(shape.matrices, 1), (rest, 2)] if args.actor.optim == "muon" else [(p, 2)]  # weights, moments
-
-    def buffers(width: float, group: int) -> int:
-        """Of one rank's share of a group, ``width`` bytes a weight; ZeRO-3 cuts groups into pieces."""
-        whole, left = divmod(group, LIVE) if stage == 3 else (0, group)
-        return whole * pin(int(width * LIVE // copies)) + pin(int(width * left // copies))
-
-    floats = sum(buffers(4, group) for group, _ in groups)
-    if not offload:
-        widths = MOMENT_8BIT if _eight_bits(args) else (4,)
-        moments = sum(count * buffers(width, group) for group, count in groups for width in widths)
-        return ranks * (floats + moments + pin(2 * p // copies))
-    states = 4 * sum(count * group for group, count in groups) // copies  # not pinned
-    if stage == 3:  # master weights (not pinned), gradients in FP32 for the step, accumulated ones in BF16
-        return ranks * (states + 4 * p // copies + floats + pin(2 * p // copies))
-    # Both in FP32, the BF16 weights to be sent back, a buffer a tensor of accumulated gradients, and one for the largest on its way.
-    accumulated = 2 * p // copies + pin(2 * max(shape.largest, shape.largest_other))
-    return ranks * (states + 2 * floats + sum(buffers(2, group) for group, _ in groups) + accumulated)
 
 
 def _gradients(p: int, largest: int, copies: int, stage: int, offload: bool, overlap: bool, phases, states, advice: str) -> list[Part]:
@@ -324,7 +284,7 @@ def _engine(args, shape: ModelShape, phases: list[str], shared: bool) -> Estimat
         parts.append(Part("CUDA context, NCCL (engine)", CONTEXT, tuple(phases)))
     else:
         parts.append(Part("CUDA context, NCCL (engine)", CONTEXT, ("rollout",)))
-    return Estimate("each engine GPU", parts, weights if asleep else 0)
+    return Estimate("each engine GPU", parts, weights * args.actor.num_gpus_per_node if asleep else 0)
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int) -> int:

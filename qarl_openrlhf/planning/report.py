@@ -1,9 +1,8 @@
 """The memory table of ``--dry_run``, and whether it fits the card."""
 
-import psutil
 import torch
 
-from qarl_openrlhf.planning.host_memory import host_report
+from qarl_openrlhf.planning.host_memory import host_report, machine_bytes
 from qarl_openrlhf.planning.memory import GIB, Estimate, ModelShape, complete, estimate, gib
 
 
@@ -45,7 +44,7 @@ def memory_report(args, shape: ModelShape) -> tuple[str, list[str]]:
 def main_memory_notes(offloaded: int) -> list[str]:
     """A warning where this machine has less than will be offloaded to it: the kernel kills without a word. None on a machine without
     a GPU, where the run is another machine's."""
-    total = psutil.virtual_memory().total
+    total = machine_bytes()
     if not torch.cuda.is_available() or total >= offloaded:
         return []
     return [f"this machine has {gib(total)} of main memory, and about {gib(offloaded)} will be offloaded to it: the kernel may kill the run"]

@@ -10,7 +10,8 @@ import torch
 
 from qarl_openrlhf.cli.dry_run import _planned
 from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
-from qarl_openrlhf.planning.memory import ModelShape, estimate, offloaded
+from qarl_openrlhf.planning.memory import ModelShape, estimate
+from qarl_openrlhf.planning.offload import offloaded
 from qarl_openrlhf.planning.positions import load_config
 from tests.tiny_models import save_tiny_model
 

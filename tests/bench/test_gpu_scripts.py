@@ -124,6 +124,24 @@ def test_every_recipe_run_resolves(tmp_path):
         assert (learners, engines * tp) == ((2, 2) if apart else (4, 4)) and ("--train.colocate_all" in args) is not apart
 
 
+@pytest.mark.parametrize("gpus, apart", [("2", ["qwen3_8b"]), ("6", ["qwen3_8b"]), ("3", [])])
+def test_recipes_are_not_tried_apart_on_gpus_that_do_not_divide(tmp_path, gpus, apart):
+    done = script("recipes", QARL_RECIPES_GPUS=gpus, QARL_RECIPES_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [name for name in ("qwen3_8b", "qwen3_30b_a3b") if f"{name} apart qarl" in done.stdout] == apart
+    assert "qwen3_30b_a3b apart: left out, it takes a multiple of 4 GPUs" in done.stderr
+
+
+def test_a_run_that_left_no_checkpoint_is_not_called_resumed(tmp_path):
+    """`false` in place of Python: nothing is trained, nothing saved."""
+    done = script(
+        "recipes", "qwen3_8b", QARL_DRY_RUN="", QARL_PYTHON="/bin/false", QARL_RECIPES_GPUS="2", QARL_RECIPES_ARMS="qarl",
+        QARL_RECIPES_PLACES="colocated", QARL_RECIPES_DIR=str(tmp_path), QARL_VENV=str(tmp_path / "none"),
+    )  # fmt: skip
+    assert done.returncode == 1 and "== qwen3_8b colocated qarl (at most" in done.stdout and "resumed" not in done.stdout
+    assert "qwen3_8b colocated qarl, resumed" in done.stderr
+
+
 def test_random_weights_are_a_model_that_the_stack_loads(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace as N
 import pytest
 import torch
 
-from qarl_openrlhf.planning import memory
+from qarl_openrlhf.planning import memory, offload
 from qarl_openrlhf.planning.memory import GIB, Estimate, ModelShape, Part, cache_bytes, packed_bytes
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.scheme import QuantScheme
@@ -86,21 +86,27 @@ def test_logits_of_a_chunk(kernel, dtype, chunk, a_logit, sums):
 def test_what_is_offloaded_is_counted_as_it_is_pinned():
     """By hand, for 2.5e9 weights of Muon and 0.5e9 of AdamW: 14 bytes a weight under ZeRO-3, two more under ZeRO-2, and what pinning adds."""
     counts = dict.fromkeys((field.name for field in dataclasses.fields(ModelShape)), 1)
-    shape = ModelShape(**(counts | {"parameters": 3 * 10**9, "matrices": 25 * 10**8}))
+    # Ten matrices of 0.25e9 with an embedding before and an lm_head behind them.
+    tensors = ((25 * 10**7, False), *[(25 * 10**7, True)] * 10, (25 * 10**7, False))
+    shape = ModelShape(**(counts | {"parameters": 3 * 10**9, "matrices": 25 * 10**8, "tensors": tensors}))
 
-    def args(stage: int, offload: bool = True, sleeps: bool = False, gpus: int = 1) -> N:
-        ds = N(zero_stage=stage, adam_offload=offload, enable_sleep=sleeps, ring_attn_size=1, tensor_parallel_size=1)
+    def args(stage: int, stays: bool = False, sleeps: bool = False, gpus: int = 1) -> N:
+        ds = N(zero_stage=stage, adam_offload=not stays, enable_sleep=sleeps, ring_attn_size=1, tensor_parallel_size=1)
         return N(ds=ds, actor=N(optim="muon", num_nodes=1, num_gpus_per_node=gpus))
 
-    assert [memory.pinned(size) for size in (0, 1, 3, 4, 5)] == [0, 1, 4, 4, 8]
-    assert memory.offloaded(args(3, offload=False), shape) == 0
+    assert [offload.pinned(size) for size in (0, 1, 3, 4, 5)] == [0, 1, 4, 4, 8]
+    assert offload.offloaded(args(3, stays=True), shape) == 0
     states = 4 * (25 + 2 * 5) * 10**8  # one moment of Muon's, two of AdamW's
-    assert memory.offloaded(args(3), shape, pin=int) == states + (4 + 4 + 2) * 3 * 10**9
-    assert memory.offloaded(args(2), shape, pin=int) == states + (4 + 4 + 2 + 2) * 3 * 10**9 + 2
+    assert offload.offloaded(args(3), shape, pin=int) == states + (4 + 4 + 2) * 3 * 10**9
+    assert offload.offloaded(args(2), shape, pin=int) == states + (4 + 4 + 2 + 2) * 3 * 10**9 + 2
     # FP32 gradients in pieces of 1e9 weights, two whole and a half, and AdamW's half; BF16 ones in one buffer.
-    assert memory.offloaded(args(3), shape) == states + 4 * 3 * 10**9 + 2 * 2**32 + 2 * 2**31 + 2**33
-    assert memory.offloaded(args(3, offload=False, sleeps=True), shape, pin=int) == states + (4 + 2) * 3 * 10**9
-    assert memory.offloaded(args(3, gpus=2), shape, pin=int) == memory.offloaded(args(3), shape, pin=int)  # of a node, whose ranks share it
+    assert offload.offloaded(args(3), shape) == states + 4 * 3 * 10**9 + 2 * 2**32 + 2 * 2**31 + 2**33
+    assert offload.offloaded(args(3, stays=True, sleeps=True), shape, pin=int) == states + (4 + 2) * 3 * 10**9
+    # Whole tensors: a piece of 0.75e9 weights gets another that makes it 1.6e9, whose 6.4e9 bytes are pinned as 2^33.
+    large = dataclasses.replace(shape, tensors=((25 * 10**7, False), *[(25 * 10**7, True)] * 3, (85 * 10**7, True), (9 * 10**8, True), (25 * 10**7, False)))
+    assert [weights for weights, _ in offload.pieces(args(3), large)] == [16 * 10**8, 9 * 10**8, 5 * 10**8]
+    assert offload.offloaded(args(3), large) == states + 4 * 3 * 10**9 + (2**33 + 2**32 + 2**31) + 2**33
+    assert offload.offloaded(args(3, gpus=2), shape, pin=int) == offload.offloaded(args(3), shape, pin=int)  # of a node, whose ranks share it
 
 
 def test_too_little_main_memory_is_told_where_the_run_would_be(monkeypatch):
@@ -120,9 +126,9 @@ def test_8_bit_moments_that_sleep_are_counted_as_such():
     ds = N(zero_stage=2, adam_offload=False, enable_sleep=True, ring_attn_size=1, tensor_parallel_size=1)
     actor = N(optim="adam", num_nodes=1, num_gpus_per_node=1, adam=N(state_bits=8))
     floats, gradients, moments = 4 * 2**30, 2 * 2**30, 2 * (2**30 + 2**24)
-    assert memory.offloaded(N(ds=ds, actor=actor), shape) == floats + gradients + moments
+    assert offload.offloaded(N(ds=ds, actor=actor), shape) == floats + gradients + moments
     actor.adam.state_bits = 32
-    assert memory.offloaded(N(ds=ds, actor=actor), shape) == floats + gradients + 2 * 4 * 2**30
+    assert offload.offloaded(N(ds=ds, actor=actor), shape) == floats + gradients + 2 * 4 * 2**30
 
 
 def test_a_bucket_of_gradients_is_no_larger_than_the_model():
