@@ -27,7 +27,7 @@ def arguments(model: str, gpus: int, card: int, *flags: str):
         "--quant.scheme", "w4a16", "--objective.name", "tbpo", "--actor.optim", "muon", "--actor.muon.lr", "1e-6",
         "--actor.gradient_checkpointing_enable", "--actor.logprob_chunk", "2048", "--train.dynamic_batch_enable", "--train.colocate_all", "--vllm.enable_sleep",
         "--ds.enable_sleep", "--actor.num_gpus_per_node", str(gpus), "--ref.num_gpus_per_node", str(gpus), "--vllm.num_engines", str(gpus),
-        "--ds.zero_stage", "3", "--quant.cache", "packed", "--vllm.gpu_memory_utilization", "0.5", *flags,
+        "--ds.zero_stage", "3", "--quant.cache", "packed", "--vllm.gpu_memory_utilization", "0.5", "--vllm.engine_args", '{"max_num_seqs": 128}', *flags,
     ]  # fmt: skip
     with redirect_stdout(sys.stderr):
         return train_qarl.resolve(argv)[0]

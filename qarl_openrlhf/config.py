@@ -59,8 +59,6 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
         varlen = getattr(flat, "ds.packing_samples") or getattr(flat, "train.dynamic_batch_enable")
         kind = "qarl_varlen" if varlen else "sdpa"
         set_default("ds.attn_implementation", kind, "flash-attn is not installed; PyTorch's own", always_noted=False)
-        if getattr(flat, "ds.ring_attn_size") > 1:
-            raise ConfigError("--ds.ring_attn_size > 1 needs flash-attn, which is not installed; use 1, or install flash-attn")
     if device == "cpu":
         for role in ("actor", "ref", "critic", "reward"):
             set_default(f"{role}.num_gpus_per_node", 1, "on a CPU, one process", always_noted=False)
@@ -124,6 +122,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
         raise ConfigError("--quant.kernel triton runs on GPUs only: on a CPU use auto or torch")
     _check_objective(args, typed)
     _check_learner(args)
+    _check_asynchronous(args, typed)
     if scheme.quantized:
         _check_quantized(args, scheme, device)
     if args.rollout.top_p < 1 and not args.rollout.allow_truncated_sampling:
@@ -152,6 +151,11 @@ def choose_transport(args, device: str) -> str:
     """gloo on a CPU; ipc where learner and engines share GPUs; nccl where engines have GPUs of their own."""
     shared = args.train.colocate_all and not args.train.async_enable
     fitting = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
+    if fitting == "ipc" and args.actor.num_nodes > 1:
+        raise ConfigError(
+            f"--train.colocate_all with --actor.num_nodes {args.actor.num_nodes}: engines of another node cannot read the memory of learner "
+            "rank 0's GPU; give learner and engines GPUs of their own (without --train.colocate_all; recipes: QARL_PLACE=apart)"
+        )
     if args.sync.transport not in ("auto", fitting):
         where = "on a CPU" if device == "cpu" else "with --train.colocate_all" if shared else "with engines on GPUs of their own"
         raise ConfigError(f"--sync.transport {args.sync.transport} does not work {where}: use {fitting}, or auto")
@@ -195,6 +199,18 @@ def _check_objective(args, typed: set[str]) -> None:
                 f"--objective.name {args.objective.name} makes one optimizer step a rollout, these flags make {updates:g}: set --train.batch_size "
                 f"{args.rollout.batch_size * args.rollout.n_samples_per_prompt} and --train.max_epochs 1"
             )
+
+
+def _check_asynchronous(args, typed: set[str]) -> None:
+    """Training goes on while an evaluation samples: when its result is there, the weights it judged are no more."""
+    if not args.train.async_enable or not args.eval.dataset:
+        return
+    if "ckpt.best_metric_key" in typed and args.ckpt.best_metric_key != "none":
+        raise ConfigError(
+            f"--ckpt.best_metric_key {args.ckpt.best_metric_key} with --train.async_enable: when an evaluation has ended, the weights it "
+            "judged have been trained further; use --ckpt.best_metric_key none, and --ckpt.save_steps"
+        )
+    args.ckpt.best_metric_key = "none"
 
 
 def _check_dynamic_batches(args) -> None:
@@ -265,6 +281,11 @@ def _check_learner(args) -> None:
         raise ConfigError(
             f"--ds.tensor_parallel_size {args.ds.tensor_parallel_size} is not supported: a learner's rank would publish a part of each weight; "
             "use --ds.zero_stage 3"
+        )
+    if args.ds.ring_attn_size > 1:
+        raise ConfigError(
+            f"--ds.ring_attn_size {args.ds.ring_attn_size} is not supported: the check after each publish gives a learner a whole text, where ring "
+            "attention wants its part of one; use 1, and --train.max_tokens_per_gpu and --actor.logprob_chunk for long responses"
         )
 
 

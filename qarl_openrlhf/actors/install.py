@@ -13,7 +13,7 @@ from qarl_openrlhf.actors import model_workers, policy, trainer
 from qarl_openrlhf.actors.engine_end import ended_engine
 from qarl_openrlhf.actors.strategy import make_strategy
 from qarl_openrlhf.engine.actor import QarlRolloutActor
-from qarl_openrlhf.engine.engine_args import engine_args
+from qarl_openrlhf.engine.engine_args import chosen
 from qarl_openrlhf.metrics.startup import Startup
 from qarl_openrlhf.runtime import placement_group
 
@@ -107,5 +107,5 @@ class _EngineFactory:
             qarl_reward_timeout_s=self.args.reward.timeout_s,
             qarl_allow_truncated_sampling=self.args.rollout.allow_truncated_sampling,
             **kwargs,
-            **engine_args(self.args),
+            **chosen(self.args),
         )

@@ -6,6 +6,7 @@ import ray
 import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import set_seed
 
 from qarl_openrlhf.actors.model_workers import plain_class
@@ -130,20 +131,57 @@ class QarlPPOTrainer(ReportingTrainer, plain_class(ppo_trainer.PPOTrainer)):
 
     def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
         if client_states:
-            client_states["rollout"] = rollout = self.samples_generator.rollout_state()
-            if rollout["exhausted"] and not rollout["sample_buffer"]:
-                client_states["episode"] += 1  # the loop's next act; a resume would repeat the episode
+            keep_rollout_state(client_states, self.samples_generator)
         super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
 
 
 class QarlTrainingActor(ReportingTrainer, plain_class(ppo_trainer_async.TrainingActor)):
     overlapping = True
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Around each publish OpenRLHF would pause and resume what samples, without a time limit, and also engines whose weights are
+        # half new. An update of ours pauses them itself, and they go on when it is complete.
+        self._partial_rollout = False
+
 
 class QarlGenerateSamplesActor(plain_class(ppo_trainer_async.GenerateSamplesActor)):
+    evaluated: int = 0  # step whose weights the engines had in the last evaluation
+
     def __init__(self, pretrain, strategy, *args, **kwargs):
         set_seed(strategy.args.train.seed)
         super().__init__(pretrain, strategy, *args, **kwargs)
+        self.rollout_queue = _StatefulQueue(self.rollout_queue, self)
+
+    def resume(self, rollout: dict) -> None:
+        self.samples_generator.resume(rollout)
+
+    def _run_eval(self) -> dict:
+        # The lock that it holds keeps publishes out. Version 1 is the base model's.
+        self.evaluated = ray.get(self.samples_generator.vllm_engines[0].weights_state.remote())["version"] - 1
+        return super()._run_eval()
+
+
+class _StatefulQueue:
+    """OpenRLHF's queue from the generator to the trainer; what is put also carries what a checkpoint must know of the generator as
+    it is now: the trainer, which writes it, is a rollout behind."""
+
+    def __init__(self, queue, generator: QarlGenerateSamplesActor):
+        self.queue, self.generator = queue, generator
+
+    def put(self, payload, **options) -> None:
+        if payload[0] == "eval":  # OpenRLHF's step is that of an earlier moment
+            payload = ("eval", self.generator.evaluated, payload[2])
+        elif payload != "done":
+            keep_rollout_state(payload[1], self.generator.samples_generator)
+        self.queue.put(payload, **options)
+
+
+def keep_rollout_state(client_states: dict, generator: QarlSamplesGenerator) -> None:
+    """What a checkpoint must keep of a generator, and the episode in which a resume goes on."""
+    client_states["rollout"] = rollout = generator.rollout_state()
+    if rollout["exhausted"] and not rollout["sample_buffer"]:
+        client_states["episode"] += 1  # the loop's next act; a resume would repeat the episode
 
 
 class QarlVLLMLock(plain_class(ppo_trainer_async.VLLMLock)):
@@ -153,15 +191,22 @@ class QarlVLLMLock(plain_class(ppo_trainer_async.VLLMLock)):
 class QarlPPOTrainerAsync(plain_class(ppo_trainer_async.PPOTrainerAsync)):
     """OpenRLHF's asynchronous trainer, publishing before the generator starts."""
 
+    def __init__(self, *args, **kwargs):
+        # The training actor writes the run directory, which the driver reads: same node as this actor, which has the driver's.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        ppo_trainer_async.TrainingActor = ray.remote(QarlTrainingActor).options(scheduling_strategy=here)
+        super().__init__(*args, **kwargs)
+
     def fit(self) -> None:
         states = ray.get(self.trainer_actor.init_checkpoint_states.remote())
         if not states["global_step"]:  # else OpenRLHF publishes what was loaded
             ray.get(self.trainer_actor.broadcast_to_vllm.remote())
+        if rollout := states.get("rollout"):
+            ray.get(self.generator_actor.resume.remote(rollout))
         super().fit()
 
 
 ppo_trainer_async.VLLMLock = ray.remote(num_cpus=0)(QarlVLLMLock)
-ppo_trainer_async.TrainingActor = ray.remote(QarlTrainingActor)
 ppo_trainer_async.GenerateSamplesActor = ray.remote(QarlGenerateSamplesActor)
 
 

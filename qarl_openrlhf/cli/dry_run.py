@@ -5,13 +5,13 @@ import torch
 from qarl_openrlhf.checkpoint.flags import flatten
 from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
 from qarl_openrlhf.objectives import objective_hyperparameters
-from qarl_openrlhf.planning import experts
+from qarl_openrlhf.planning import experts, places
 from qarl_openrlhf.planning.architecture import check_config, check_heads, meta_model
 from qarl_openrlhf.planning.host_memory import host_report
 from qarl_openrlhf.planning.memory import ModelShape, estimate
 from qarl_openrlhf.planning.placement import check_placement
 from qarl_openrlhf.planning.positions import check_positions, load_config
-from qarl_openrlhf.planning.report import main_memory_notes, memory_report
+from qarl_openrlhf.planning.report import card_bytes, main_memory_notes, memory_report
 from qarl_openrlhf.quant.convert import ConversionReport, convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -77,6 +77,18 @@ def offload_notes(args) -> list[str]:
     except AttributeError:  # another kind of model than the estimate knows
         return []
     return main_memory_notes(max(one.host for one in estimates))
+
+
+def engine_places(args) -> list[str]:
+    """Settle how many responses an engine samples at a time (``planning.places``); notes."""
+    card = card_bytes(args)
+    if args.device == "cpu" or not card:
+        return []
+    config = load_config(args)
+    try:
+        return places.settle(args, ModelShape.of(*_planned(args, config), config), card)
+    except AttributeError:  # another kind of model than the estimate knows
+        return []
 
 
 def default_flags(parser) -> dict:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from qarl_openrlhf import config, runtime
-from qarl_openrlhf.cli.dry_run import check_layers, default_flags, describe, flatten, main_memory_problems, offload_notes
+from qarl_openrlhf.cli.dry_run import check_layers, default_flags, describe, engine_places, flatten, main_memory_problems, offload_notes
 from qarl_openrlhf.cli.ending import SignalEnding
 from qarl_openrlhf.cli.flags import add_flags, typed_flags
 from qarl_openrlhf.cli.help_text import arrange
@@ -132,6 +132,7 @@ def resolve(argv: list[str]):
             raise missing
         if args.quant.scheme != "bf16":
             check_layers(args)
+        notes += engine_places(args)
     except (config.ConfigError, runtime.ResourceError, QuantError, ObjectiveError) as error:
         host.parser.error(str(error))
     return args, notes, runtime.ResourcePlan.of(args)

@@ -16,7 +16,10 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor  # noqa: E402
 from torch import Tensor  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest  # noqa: E402
+from vllm.inputs import TokensPrompt  # noqa: E402
+from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.utils import random_uuid  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from qarl_openrlhf.engine import plugin  # noqa: E402
@@ -218,8 +221,7 @@ class QarlRolloutActor(_RolloutActor):
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
         async def probe(ids: list[int]) -> list[float]:
-            output = await super(QarlRolloutActor, self).generate(ids, params)
-            self.token_versions.take(output)
+            output = await self._read(ids, params)
             return [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
 
         try:
@@ -233,11 +235,15 @@ class QarlRolloutActor(_RolloutActor):
         if not self.llm.model_config.enable_return_routed_experts:
             return None
         params = SamplingParams(temperature=1.0, max_tokens=1, detokenize=False)
-        generate = super().generate
-        outputs = await asyncio.gather(*[generate(ids, params) for ids in token_ids])
-        for output in outputs:
-            self.token_versions.take(output)
+        outputs = await asyncio.gather(*[self._read(ids, params) for ids in token_ids])
         return [output.outputs[0].routed_experts for output in outputs]
+
+    async def _read(self, ids: list[int], params: SamplingParams) -> RequestOutput:
+        """Of a text that is not sampled, before any request that waits (``engine_args.chosen``)."""
+        async for output in self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, request_id=random_uuid(), priority=-1):
+            pass
+        self.token_versions.take(output)
+        return output
 
     # ---- weight updates -----------------------------------------------------------------------------------------------
 

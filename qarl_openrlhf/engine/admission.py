@@ -76,6 +76,9 @@ class Admission:
                 if not turn.done():
                     turn.set_exception(error)
         here.open = True
+        for turn in here.waiting.values():
+            if not turn.done():  # it came while the others entered: nobody else would let it in
+                turn.set_result(None)
         self._forget(dispatch, here)
 
     async def _enter_in_order(self, here: "_Dispatch") -> None:

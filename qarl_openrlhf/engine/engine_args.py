@@ -69,6 +69,16 @@ def engine_args(args) -> dict:
     return json.loads(args.vllm.engine_args)
 
 
+def chosen(args) -> dict:
+    """Engine arguments of a run: those that its other flags ask for, and the flag's own, which win."""
+    ours = {}
+    if args.train.partial_rollout_enable:
+        # A publish's probe comes while thousands of responses may be waiting for their turn; first come, first served would have it,
+        # and with it the learner, wait until all of them have begun.
+        ours["scheduling_policy"] = "priority"
+    return ours | engine_args(args)
+
+
 def problem(given: dict) -> str | None:
     """What is wrong with them, naming the argument and what would work; None if nothing is."""
     from dataclasses import fields

@@ -8,13 +8,13 @@ import os
 from dataclasses import dataclass
 
 from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
-from qarl_openrlhf.planning.memory import GIB, ModelShape, gib, kv_bytes_per_token, micro_batch_tokens, packed_bytes
+from qarl_openrlhf.planning.memory import GIB, SAMPLED, ModelShape, gib, kv_bytes_per_token, micro_batch_tokens, packed_bytes
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 REST = int(1.6 * GIB)  # driver, controller, Ray's own processes
 PROCESS = int(0.55 * GIB)  # a worker with PyTorch, DeepSpeed and transformers imported
 ENGINE = int(1.1 * GIB)  # an engine's actor and vLLM's EngineCore
-SAMPLED = 256 * 40  # vLLM warms its sampler up with 256 sequences: bytes a word, in float32 logits and what is made of them
+WARM_UP = 256  # sequences with which vLLM warms its sampler up
 LOGITS = 12  # bytes a token and word: float32 logits, their gradient and the log-softmax
 KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
@@ -67,7 +67,7 @@ def host_parts(args, shape: ModelShape) -> list[HostPart]:
     fewer = "a smaller --vllm.num_engines" if args.vllm.num_engines > 1 else ""
     weights = published + int(shape.quantized * copy) * (scheme.quantized or copy == 4)
     parts += [
-        HostPart("engine processes", engines * (ENGINE + SAMPLED * shape.vocabulary), fewer),
+        HostPart("engine processes", engines * (ENGINE + WARM_UP * SAMPLED * shape.vocabulary), fewer),
         HostPart("engine weights", args.vllm.num_engines * weights, fewer),
         HostPart("KV cache", engines * kv_cache_bytes(), f"the environment variable {KV_VARIABLE}, in GiB"),
     ]

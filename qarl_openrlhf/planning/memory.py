@@ -17,6 +17,8 @@ from qarl_openrlhf.quant.scheme import QuantScheme
 GIB = 2**30
 CONTEXT = int(1.25 * GIB)  # CUDA context, NCCL buffers and kernels of one process
 ENGINE_WORK = 2 * GIB  # vLLM beside weights and KV cache: activations of a prefill batch, sampler, CUDA graphs
+AT_ONCE = 128  # responses that it samples at a time by default, counted in that
+SAMPLED = 40  # bytes of each further one, times the vocabulary: float32 logits, and what vLLM's sampler makes of them as it warms up
 LIVE = 1_000_000_000  # ZeRO-3 gathers at most this many parameters at a time, and one leaf module
 # A token's logits, times the vocabulary: float32 logits kept for the backward, the accumulated gradient, and the gradient of the
 # chunk (or of the gather) being added to it.
@@ -272,12 +274,13 @@ def _logits(args, shape: ModelShape, tokens: int, phase: str, shorter: str) -> P
 def _engine(args, shape: ModelShape, phases: list[str], shared: bool) -> Estimate:
     scheme, tp = QuantScheme.parse(args.quant.scheme), args.vllm.tensor_parallel_size
     weights = int((shape.quantized * packed_bytes(scheme) + 2 * (shape.parameters - shape.quantized)) / tp)
+    more = max(0, engine_args(args).get("max_num_seqs", 0) - AT_ONCE)
     asleep = shared and args.vllm.enable_sleep
     everywhere = ("rollout",) if asleep else tuple(phases)
     less = "a smaller --vllm.gpu_memory_utilization" + ("" if asleep or not shared else ", or --vllm.enable_sleep")
     parts = [
         Part("engine weights", weights, ("rollout", "publish") if asleep else tuple(phases), "a larger --vllm.tensor_parallel_size"),
-        Part("engine working memory", ENGINE_WORK, everywhere),
+        Part("engine working memory", ENGINE_WORK + SAMPLED * shape.vocabulary * more, everywhere),
         Part("KV cache", 0, everywhere, less),  # filled in by complete()
     ]
     if shared:
@@ -308,7 +311,7 @@ def complete(estimates: list[Estimate], args, shape: ModelShape, card: int | Non
             parts["KV cache"].bytes = each
             continue
         share = args.vllm.gpu_memory_utilization
-        beside = parts["engine weights"].bytes + ENGINE_WORK + CONTEXT
+        beside = parts["engine weights"].bytes + parts["engine working memory"].bytes + CONTEXT
         fixed = engine_args(args).get("kv_cache_memory_bytes")
         room = int(card * share) - beside if fixed is None else int(fixed)
         parts["KV cache"].bytes = max(0, room)

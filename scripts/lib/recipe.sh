@@ -7,7 +7,8 @@
 #
 # The prompts come from `python -m qarl_openrlhf.cli.prepare_data --out runs/inputs/math`; QARL_DATA names another file.
 # Every flag of train_qarl can be appended and wins: ARM=qarl bash scripts/train_qwen3_8b.sh --quant.scheme fp8 --dry_run
-# env: QARL_NODES=1  QARL_GPUS_PER_NODE=8  QARL_PLACE=colocated (apart: half of the GPUs learn, half sample)
+# env: QARL_NODES=1  QARL_GPUS_PER_NODE=8
+#      QARL_PLACE=colocated (one node) or apart (half of the GPUs learn, half sample; several nodes: always)
 #      QARL_DATA=FILE.jsonl  QARL_REWARD=FILE.py  QARL_RUN_DIR=runs/MODEL-ARM
 #      QARL_VENV=.venv  QARL_PRINT_COMMAND=1 (print the command, one quoted line, and stop)
 set -euo pipefail
@@ -15,11 +16,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 ARM=${ARM:-qarl}
 nodes=${QARL_NODES:-1}
 gpus=${QARL_GPUS_PER_NODE:-8}
-place=${QARL_PLACE:-colocated}
-need QARL_PLACE "$place" "colocated|apart" "colocated or apart"
 need ARM "$ARM" "qarl|rollout|bf16" "bf16, rollout or qarl"
 need QARL_NODES "$nodes" "$count" "a whole number, 1 or more"
 need QARL_GPUS_PER_NODE "$gpus" "$count" "a whole number, 1 or more"
+# An engine of another node cannot read the learner's GPU memory.
+place=${QARL_PLACE:-$([ "$nodes" -gt 1 ] && echo apart || echo colocated)}
+need QARL_PLACE "$place" "colocated|apart" "colocated or apart"
 
 # The paper's setting (section 5 and its appendix).
 paper=(

@@ -11,7 +11,7 @@ import pytest
 from qarl_openrlhf import config
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.cli.host import HostCommandLine
-from qarl_openrlhf.engine.engine_args import engine_args
+from qarl_openrlhf.engine.engine_args import chosen, engine_args
 from qarl_openrlhf.quant.scheme import QuantScheme
 from tests.tiny_models import save_tiny_model
 
@@ -124,7 +124,11 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--rollout.top_p", "0.9"], "allow_truncated_sampling"),
         (["--eval.steps", "5"], "--eval.steps 5 evaluates nothing without held-out prompts: add --eval.dataset FILE"),
         (["--eval.dataset", "held.jsonl"], "--eval.dataset held.jsonl is never evaluated: add --eval.steps N"),
-        (["--ds.ring_attn_size", "2"], "flash-attn"),
+        (
+            ["--train.async_enable", "--eval.dataset", "held.jsonl", "--eval.steps", "5", "--ckpt.best_metric_key", "accuracy"],
+            "when an evaluation has ended, the weights it judged have been trained further",
+        ),
+        (["--ds.ring_attn_size", "2"], "--ds.ring_attn_size 2 is not supported"),
         (["--sync.transport", "nccl"], "does not work on a CPU: use gloo"),
         (["--vllm.num_engines", "0"], "--vllm.num_engines is missing: at least 1"),
         (["--reward.remote_url", ""], "no reward"),
@@ -145,6 +149,19 @@ def test_packing_without_flash_attn_takes_our_attention(base):
     for flag in ("--ds.packing_samples", "--train.dynamic_batch_enable"):
         args, _, _ = train_qarl.resolve([*base, flag])
         assert args.ds.packing_samples and args.ds.attn_implementation == "qarl_varlen"
+
+
+def test_an_asynchronous_run_keeps_no_best_checkpoint(base):
+    args, _, _ = train_qarl.resolve([*base, "--train.async_enable", "--eval.dataset", "held.jsonl", "--eval.steps", "5"])
+    assert args.ckpt.best_metric_key == "none"
+
+
+def test_a_partial_rollout_lets_probes_go_first(base):
+    assert chosen(train_qarl.resolve([*base, "--train.async_enable"])[0]) == {}
+    partial = [*base, "--train.async_enable", "--train.partial_rollout_enable"]
+    assert chosen(train_qarl.resolve(partial)[0]) == {"scheduling_policy": "priority"}
+    own = ["--vllm.engine_args", '{"scheduling_policy": "fcfs", "max_num_seqs": 64}']
+    assert chosen(train_qarl.resolve([*partial, *own])[0]) == {"scheduling_policy": "fcfs", "max_num_seqs": 64}
 
 
 def test_layers_that_do_not_fit_the_scheme_are_named(tmp_path, base, capsys):

@@ -229,3 +229,27 @@ def test_killed_in_any_phase(begin, phase):
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
 def test_everything_that_a_run_may_have_is_restored(begin, variant):
     check(begin, variant, "update")
+
+
+@pytest.mark.parametrize("generated", [None, 8])
+def test_an_asynchronous_run_goes_on_in_its_episode(generated, flags, tiny_model):
+    """Ten prompts in rollouts of four, four and two. ``generated``: prompts sampled at a time, more than a rollout trains on."""
+    wanted = flags(tiny_model("llama", hidden=128), "async") | {
+        "quant.scheme": "w4a16:g32", "objective.name": "tbpo", "train.async_enable": True, "data.max_samples": 10,
+        "ckpt.save_steps": 1, "ckpt.max_num": 5, "rollout.vllm_generate_batch_size": generated or 4,
+    }  # fmt: skip
+    actor = Path(wanted["ckpt.path"], "_actor")
+    train_qarl.main(argv(wanted))
+    assert [row["step"] for row in load_run(wanted["ckpt.output_dir"]).rows] == [1, 2, 3]
+    tokens = [row["rollout/tokens"] for row in load_run(wanted["ckpt.output_dir"]).rows]
+
+    train_qarl.main(argv(wanted | {"ckpt.load_enable": True}))  # nothing is left to do
+    assert newest(actor) == 3 and [row["step"] for row in load_run(wanted["ckpt.output_dir"]).rows] == [1, 2, 3]
+
+    for tag in ("global_step2", "global_step3"):
+        shutil.rmtree(actor / tag)
+    train_qarl.main(argv(wanted | {"ckpt.load_enable": True}))
+    rows = load_run(wanted["ckpt.output_dir"]).rows
+    assert [row["step"] for row in rows] == [1, 2, 3] and newest(actor) == 3
+    # The last rollout is of two prompts; a run that began its episode anew, or lost prompts, would have others.
+    assert rows[2]["rollout/tokens"] < rows[1]["rollout/tokens"] and rows[0]["rollout/tokens"] == tokens[0]

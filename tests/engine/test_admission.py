@@ -115,6 +115,18 @@ def test_a_busy_engine_is_neither_paused_nor_seeded():
     assert sorted(log) == [(0, 0), (1, 0)]
 
 
+def test_who_comes_while_the_others_enter_goes_in_after_them():
+    class Slow(Engine):
+        async def resume_generation(self):
+            await asyncio.sleep(0.1)
+            await super().resume_generation()
+
+    asks = [{"slot": (i, 0), "delay": 0.005 * i} for i in range(64)]
+    log, results = run(*asks, engine=Slow(), patience_s=0.15)
+    assert results == [None] * 64 and sorted(entry for entry in log[2:] if entry != "resume") == [a["slot"] for a in asks]
+    assert log.index("resume") < 64  # some were late
+
+
 def test_the_late_do_not_hold_the_others_for_ever():
     log, _ = run({"slot": (0, 0)}, {"slot": (1, 0), "delay": 0.5}, patience_s=0.1)
     assert log == ["pause", ("qarl_seed", 7), (0, 0), "resume", (1, 0)]

@@ -104,11 +104,18 @@ def test_baseline_arms(recipe, baseline):
 
 def test_flags_of_the_user_win_and_nodes_scale_the_engines():
     args, _, resources = train_qarl.resolve(
-        command_of("qwen3_30b_a3b", "qarl", "--quant.scheme", "fp8", "--vllm.tensor_parallel_size", "1", "--vllm.num_engines", "16", QARL_NODES="2")
+        command_of("qwen3_30b_a3b", "qarl", "--quant.scheme", "fp8", "--vllm.tensor_parallel_size", "1", "--vllm.num_engines", "8", QARL_NODES="2")
     )
-    assert args.quant.scheme == "fp8" and args.vllm.num_engines == resources.gpus == 16
+    assert args.quant.scheme == "fp8" and (args.vllm.num_engines, resources.gpus) == (8, 16)
     args, _, _ = train_qarl.resolve(command_of("qwen3_30b_a3b", "qarl", QARL_NODES="4"))
-    assert (args.actor.num_nodes, args.vllm.num_engines) == (4, 16)
+    assert (args.actor.num_nodes, args.vllm.num_engines, args.train.colocate_all) == (2, 8, False)
+
+
+def test_several_nodes_cannot_be_colocated(capsys):
+    """An engine of another node cannot read the learner's GPU memory."""
+    with pytest.raises(SystemExit):
+        train_qarl.resolve(command_of("qwen3_8b", "qarl", QARL_NODES="2", QARL_PLACE="colocated"))
+    assert "--train.colocate_all with --actor.num_nodes 2" in capsys.readouterr().err
 
 
 def test_short_responses_get_wider_bands():

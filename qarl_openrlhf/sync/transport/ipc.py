@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from qarl_openrlhf.sync.transport import Done, GroupInfo, Sending, StagedSender
 
-HINT = "use --sync.transport nccl for engines on GPUs of their own"
+HINT = "learner and engines apart (without --train.colocate_all) push over nccl"
 
 
 class Receiver:
