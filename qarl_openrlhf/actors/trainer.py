@@ -29,6 +29,15 @@ class QarlExperienceMaker(RemoteExperienceMaker):
             return [ray.put(placeholder)] * self.args.ds.ring_attn_size
         return super()._dispatch_forward(group, sync_condition, **kwargs)
 
+    def get_cumulative_returns(self, rewards, action_mask, gamma: float):
+        """OpenRLHF's sums in one call, to the last bit: it loops over the tokens of each batch, minutes of long responses in which every
+        GPU waits. float32 [B, T] like ``rewards``."""
+        if gamma != 1 or rewards.is_cuda:
+            return super().get_cumulative_returns(rewards, action_mask, gamma)
+        masked = rewards if action_mask is None else action_mask * rewards
+        # numpy adds one after the other in float32, as a loop does; torch.cumsum in double.
+        return torch.from_numpy(masked.flip(1).numpy().cumsum(axis=1, dtype="float32")).flip(1).to(rewards.dtype)
+
     def _reward_needs_kl(self) -> bool:
         return self.initial_model_group is not None and not self.args.algo.kl.use_loss
 

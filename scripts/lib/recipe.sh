@@ -44,6 +44,7 @@ ours=(
     --ds.packing_samples                                       # no padding; what dynamic micro-batches need
     --actor.gradient_checkpointing_enable
     --actor.logprob_chunk 2048                                 # logits of so many tokens at a time: they are the largest part
+    --vllm.enable_prefix_caching                               # a prompt is read once for its eight responses
     --ckpt.save_steps 20 --ckpt.max_num 3
 )
 # Colocated, learner and engines take turns on the same GPUs.
@@ -78,13 +79,15 @@ train() {
         exit 2
     fi
     local out=${QARL_RUN_DIR:-$root/runs/$name-$ARM}
-    local python=$venv/bin/python
+    local python=$venv/bin/python liger=()
+    # Fused norms and rotary positions, where requirements/liger.txt is installed.
+    if compgen -G "$venv/lib/python*/site-packages/liger_kernel" >/dev/null; then liger=(--ds.use_liger_kernel); fi
     local command=("$python" -m qarl_openrlhf.cli.train_qarl
         --actor.model_name_or_path "$model"
         --data.prompt_dataset "${QARL_DATA:-$root/runs/inputs/math/train.jsonl}" --data.input_key prompt --data.label_key label
         --reward.remote_url "${QARL_REWARD:-$root/qarl_openrlhf/rewards/math.py}"
         --quant.scheme "$scheme" --preset "$objective"
-        "${paper[@]}" "${ours[@]}" ${turns[@]+"${turns[@]}"} ${planned[@]+"${planned[@]}"}
+        "${paper[@]}" "${ours[@]}" ${turns[@]+"${turns[@]}"} ${planned[@]+"${planned[@]}"} ${liger[@]+"${liger[@]}"}
         --actor.num_nodes "$learn_nodes" --actor.num_gpus_per_node "$learn_gpus"
         --ref.num_nodes "$learn_nodes" --ref.num_gpus_per_node "$learn_gpus"
         --vllm.num_engines $((sample / tp)) --vllm.tensor_parallel_size "$tp"

@@ -78,6 +78,21 @@ def test_an_8b_without_main_memory(arm, capsys):
     assert "--vllm.enable_sleep" in text and "--ds.enable_sleep" not in text and "--ds.adam_offload" not in text
 
 
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("recipe, offload", [("qwen3_8b_1gpu", "asleep"), ("qwen3_30b_a3b", "0")])
+def test_states_that_leave_a_card_of_141_gb_while_it_samples(recipe, offload, arm, capsys):
+    train_qarl.main(command_of(recipe, arm, "--dry_run_gpu_gb", "139", QARL_OFFLOAD=offload))
+    text = capsys.readouterr().out
+    assert "fits a card of 139.0 GiB" in text and "--ds.enable_sleep" in text and "--ds.adam_offload" not in text
+    assert "max_num_seqs" in text  # what it is for: room for more responses at a time
+
+
+def test_liger_is_used_where_it_is_installed(tmp_path):
+    assert "--ds.use_liger_kernel" not in command_of("qwen3_8b", "qarl", QARL_VENV=str(tmp_path))
+    (tmp_path / "lib" / "python3.12" / "site-packages" / "liger_kernel").mkdir(parents=True)
+    assert "--ds.use_liger_kernel" in command_of("qwen3_8b", "qarl", QARL_VENV=str(tmp_path))
+
+
 def test_nodes_apart():
     args, _, resources = train_qarl.resolve(command_of("qwen3_30b_a3b", "qarl", QARL_PLACE="apart", QARL_NODES="4"))
     assert (args.actor.num_nodes, args.actor.num_gpus_per_node, args.vllm.num_engines, resources.gpus) == (2, 8, 8, 32)
