@@ -231,6 +231,7 @@ def test_everything_that_a_run_may_have_is_restored(begin, variant):
     check(begin, variant, "update")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generated", [None, 8])
 def test_an_asynchronous_run_goes_on_in_its_episode(generated, flags, tiny_model):
     """Ten prompts in rollouts of four, four and two. ``generated``: prompts sampled at a time, more than a rollout trains on."""
