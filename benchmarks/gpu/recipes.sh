@@ -32,7 +32,7 @@ graphs='{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_siz
 small=(--rollout.batch_size 16 --rollout.n_samples_per_prompt 8 --train.batch_size 64
     --data.max_len 1024 --rollout.max_new_tokens 512 --train.max_tokens_per_gpu 8192 --rollout.max_tokens_per_gpu 8192
     --vllm.gpu_memory_utilization 0.05 --vllm.engine_args '{"kv_cache_memory_bytes": 2147483648, "compilation_config": '"$graphs"'}')
-clear() { [ -n "${QARL_DRY_RUN:-}" ] || rm -rf "$@"; } # they are large
+remove() { [ -n "${QARL_DRY_RUN:-}" ] || rm -rf "$@"; } # they are large
 for recipe in "$@"; do
     # apart: two halves, of which one has whole engines of the recipe's TP.
     case $recipe in
@@ -51,7 +51,7 @@ for recipe in "$@"; do
             out=$runs/$recipe-$place-$arm
             run=(env ARM="$arm" QARL_PLACE="$place" QARL_GPUS_PER_NODE="$gpus" QARL_RUN_DIR="$out" QARL_DATA="$model/prompts.jsonl"
                 QARL_REWARD="$root/benchmarks/mismatch_reward.py" bash "scripts/train_$recipe.sh" --actor.model_name_or_path "$model" "${small[@]}")
-            clear "$out/checkpoints" "$out/model"
+            remove "$out/checkpoints" "$out/model"
             if [ "$arm $resume" = "qarl 1" ]; then
                 piece "$recipe $place $arm" "$seconds" "${run[@]}" --data.max_samples 32 --ckpt.save_steps 2 --ckpt.max_num 1 ${more[@]+"${more[@]}"}
                 if [ -e "$out/checkpoints/_actor/latest" ] || [ -n "${QARL_DRY_RUN:-}" ]; then # without, a run would start anew and call itself resumed
@@ -63,7 +63,7 @@ for recipe in "$@"; do
             else
                 piece "$recipe $place $arm" "$seconds" "${run[@]}" --data.max_samples 32 --ckpt.save_steps 100 ${more[@]+"${more[@]}"}
             fi
-            clear "$out/checkpoints" "$out/model"
+            remove "$out/checkpoints" "$out/model"
         done
     done
 done

@@ -4,7 +4,8 @@ from types import SimpleNamespace as N
 
 import pytest
 
-from qarl_openrlhf.actors.trainer import _StatefulQueue
+from qarl_openrlhf.actors import trainer
+from qarl_openrlhf.actors.trainer import QarlTrainingActor, _StatefulQueue
 
 
 class Queue(list):
@@ -40,3 +41,9 @@ def test_the_end_is_passed_on():
     queue = Queue()
     _StatefulQueue(queue, generator()).put("done", block=True)
     assert queue == ["done"]
+
+
+def test_a_publish_alone_pauses_and_resumes_what_samples(monkeypatch):
+    """OpenRLHF's calls around it have no time limit, and would resume engines whose weights are half new."""
+    monkeypatch.setattr(trainer.ReportingTrainer, "__init__", lambda self: setattr(self, "_partial_rollout", True))
+    assert QarlTrainingActor()._partial_rollout is False
