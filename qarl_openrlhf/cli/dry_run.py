@@ -60,23 +60,16 @@ def main_memory_problems(args) -> list[str]:
     """Why a run on a CPU would not fit this machine's memory; nothing for runs on GPUs, whose engines say so themselves."""
     if args.device != "cpu":
         return []
-    config = load_config(args)
-    try:
-        return host_report(args, ModelShape.of(*_planned(args, config), config))[1]
-    except AttributeError:  # another kind of model than the estimate knows
-        return []
+    shape = _shape(args)
+    return host_report(args, shape)[1] if shape else []
 
 
 def offload_notes(args) -> list[str]:
     """Whether this machine's memory holds what a run on its GPUs offloads; see ``main_memory_notes``."""
     if args.device == "cpu" or not (args.ds.adam_offload or args.ds.enable_sleep or args.vllm.enable_sleep):
         return []
-    config = load_config(args)
-    try:
-        estimates = estimate(args, ModelShape.of(*_planned(args, config), config))
-    except AttributeError:  # another kind of model than the estimate knows
-        return []
-    return main_memory_notes(max(one.host for one in estimates))
+    shape = _shape(args)
+    return main_memory_notes(max(one.host for one in estimate(args, shape))) if shape else []
 
 
 def engine_places(args) -> list[str]:
@@ -84,11 +77,8 @@ def engine_places(args) -> list[str]:
     card = card_bytes(args)
     if args.device == "cpu" or not card:
         return []
-    config = load_config(args)
-    try:
-        return places.settle(args, ModelShape.of(*_planned(args, config), config), card)
-    except AttributeError:  # another kind of model than the estimate knows
-        return []
+    shape = _shape(args)
+    return places.settle(args, shape, card) if shape else []
 
 
 def default_flags(parser) -> dict:
@@ -135,6 +125,16 @@ def _planned(args, config) -> tuple[torch.nn.Module, ConversionReport]:
     """Convert the model's architecture on the meta device: names and shapes, no weights."""
     model = meta_model(config, args.actor.model_name_or_path)
     return model, convert_model(model, QuantScheme.parse(args.quant.scheme), cache=args.quant.cache)
+
+
+def _shape(args) -> ModelShape | None:
+    """None of another kind of model than the estimate knows."""
+    config = load_config(args)
+    planned = _planned(args, config)
+    try:
+        return ModelShape.of(*planned, config)
+    except AttributeError:
+        return None
 
 
 def check_layers(args) -> None:
