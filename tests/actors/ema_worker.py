@@ -1,23 +1,15 @@
-"""The policy's Ray actor as a plain object on each rank: trained, resumed with a moving average, resumed again.
-
-usage: RANK=R WORLD_SIZE=N MASTER_ADDR=A MASTER_PORT=P python -m tests.actors.ema_worker MODEL DIRECTORY ZERO_STAGE
-"""
+"""The policy's Ray actor as a plain object on each rank: trained, resumed with a moving average, resumed again."""
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
 
-from qarl_openrlhf import patches, runtime
+from qarl_openrlhf import patches
 
 
-def main() -> None:
-    model, directory, stage = sys.argv[1:]
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    runtime.set_environment("cpu", threads=1)
-    torch.set_num_threads(1)
+def main(rank: int, world: int, model: str, directory: str, stage: int) -> None:
     patches.apply()
     from qarl_openrlhf.actors.moving_average import local
     from qarl_openrlhf.actors.policy import QarlPolicyActor
@@ -59,9 +51,6 @@ def main() -> None:
     result["follows"] = all(torch.allclose(m, s + 0.5, atol=0.02) for m, s in zip(moved, start, strict=True))
     resumed.save_checkpoint("global_step2", {"global_step": 2})
     again = weights(policy("global_step2", ema=True).ema_model)
-    result["is kept"] = all(equal(again, moved)) or (rank > 0 and stage != "3")  # there rank 0 has the copy that is saved
+    result["is kept"] = all(equal(again, moved)) or (rank > 0 and stage != 3)  # there rank 0 has the copy that is saved
     Path(directory, f"rank{rank}.json").write_text(json.dumps(result))
 
-
-if __name__ == "__main__":
-    main()

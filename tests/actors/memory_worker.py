@@ -1,14 +1,11 @@
 """One rank of a real learner: live bytes at three moments of a step, by ZeRO stage and ``--quant.cache``.
 
-``python memory_worker.py RANK WORLD PORT MODEL OUT``; OUT.RANK: {(stage, mode, optimizer, offloaded): {moment: bytes}}.
+``main`` writes OUT.RANK: {(stage, mode, optimizer, offloaded): {moment: bytes}}.
 """
 
 import gc
-import sys
 
 import torch
-
-from tests.ranks import become
 
 CASES = [(stage, mode, "adam", False) for stage in (1, 2, 3) for mode in ("dequant", "packed", "none")]
 CASES += [(stage, "packed", "muon", offloaded) for stage in (2, 3) for offloaded in (False, True)]
@@ -61,9 +58,7 @@ def measure(learner, items, world: int, before: dict) -> dict[str, int]:
     return at
 
 
-def main() -> None:
-    rank, world, port, model, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    become(rank, world, port)
+def main(rank: int, world: int, model: str, out: str) -> None:
     from tests.actors.conftest import build_learner, make_rollout
 
     items = make_rollout(count=2 * WINDOW // world)
@@ -73,6 +68,3 @@ def main() -> None:
         results[case] = measure(build_learner(model, **flags(*case, world)), items, world, before)
     torch.save(results, f"{out}.{rank}")
 
-
-if __name__ == "__main__":
-    main()

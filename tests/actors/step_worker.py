@@ -1,13 +1,9 @@
 """One rank of a real learner: the gradient norm and weights of one optimizer step of 16 responses, in several settings.
 
-``python step_worker.py RANK WORLD PORT MODEL OUT``; rank 0 writes OUT: {setting: (norm, {name: movement of a weight})}.
+Rank 0 writes OUT: {setting: (norm, {name: movement of a weight})}.
 """
 
-import sys
-
 import torch
-
-from tests.ranks import become
 
 BUDGET = {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 64, "rollout__max_tokens_per_gpu": 64}
 SETTINGS = {
@@ -30,9 +26,7 @@ def weights(learner) -> dict[str, torch.Tensor]:
         return {name: p.detach().float().clone() for name, p in parameters.items()}
 
 
-def main() -> None:
-    rank, world, port, model, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    become(rank, world, port)
+def main(rank: int, world: int, model: str, out: str) -> None:
     from tests.actors.conftest import build_learner, make_rollout
 
     results = {}
@@ -49,6 +43,3 @@ def main() -> None:
     if rank == 0:
         torch.save(results, out)
 
-
-if __name__ == "__main__":
-    main()

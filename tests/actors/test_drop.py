@@ -1,32 +1,28 @@
 """``--objective.drop``: one kept count an optimizer step, over micro-batches and ranks."""
 
-import os
-import subprocess
-import sys
+import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from qarl_openrlhf.actors.kept import global_kept, optimizer_steps
 from qarl_openrlhf.actors.loss import ObjectiveLoss
-from qarl_openrlhf.objectives import build_objective
-
-RANK = """
-import sys, torch, torch.distributed as dist
-from qarl_openrlhf.actors.kept import global_kept
 from qarl_openrlhf.metrics.histograms import Histograms
 from qarl_openrlhf.objectives import build_objective
-from tests.actors.test_drop import batch, pieces
-rank, port = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-mine = pieces(batch(), 4)[rank::2]
-print(float(global_kept(build_objective("tbpo", drop=True), mine, lambda b: b.current, accumulation=2)))
-histograms = Histograms(torch.device("cpu"))
-for b in mine:
-    histograms.add_update(b.current, b.action_log_probs, b.advantages, b.action_mask.bool())
-print(int(histograms.over_ranks()["ratio"].sum()))
-"""
+from tests.ranks import Ranks
+
+
+def count(rank: int, world: int, directory: str) -> None:
+    dist.init_process_group("gloo")
+    mine = pieces(batch(), 4)[rank::world]
+    kept = global_kept(build_objective("tbpo", drop=True), mine, lambda b: b.current, accumulation=2)
+    histograms = Histograms(torch.device("cpu"))
+    for b in mine:
+        histograms.add_update(b.current, b.action_log_probs, b.advantages, b.action_mask.bool())
+    Path(directory, str(rank)).write_text(json.dumps([float(kept), int(histograms.over_ranks()["ratio"].sum())]))
 
 
 def batch(rows=8, width=6):
@@ -77,20 +73,12 @@ def test_optimizer_steps_are_cut_where_they_end():
     ]
 
 
-def test_two_ranks_count_together():
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
-    quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}  # it logs to stdout
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(r), port], stdout=subprocess.PIPE, text=True, env=quiet) for r in range(2)
-    ]
-    counts = [[float(line) for line in rank.communicate(timeout=120)[0].split()] for rank in ranks]
+def test_two_ranks_count_together(tmp_path):
+    Ranks(count, 2, str(tmp_path)).wait(120)
+    counts = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     whole = batch()
     kept = float(build_objective("tbpo", drop=True).count_kept(*inputs(whole))) / 2
-    assert counts == [[kept, 48.0]] * 2  # 8 responses of 6 tokens in the histogram
+    assert counts == [[kept, 48]] * 2  # 8 responses of 6 tokens in the histogram
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

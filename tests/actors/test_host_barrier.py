@@ -1,46 +1,38 @@
 """The learners' barrier that needs no GPU."""
 
-import multiprocessing
-import socket
+import json
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from qarl_openrlhf.actors.host_barrier import HostBarrier
+from tests.ranks import Ranks
 
 WORLD, ROUNDS = 3, 4
 
 
-def rank(number: int, port: int, left) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=WORLD)
-    barrier = HostBarrier()
+def rank(number: int, world: int, directory: str) -> None:
+    dist.init_process_group("gloo")
+    barrier, times = HostBarrier(), []
     for turn in range(ROUNDS):
-        if number == turn % WORLD:
+        if number == turn % world:
             time.sleep(0.3)
         arrived = time.monotonic()
         barrier()
-        left.put((turn, number, arrived, time.monotonic()))
+        times.append((arrived, time.monotonic()))
+    Path(directory, str(number)).write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_nobody_leaves_before_the_last_has_arrived():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = multiprocessing.get_context("spawn")  # a fork would inherit the process group of other tests
-    left = context.Queue()
-    ranks = [context.Process(target=rank, args=(number, port, left)) for number in range(WORLD)]
-    for process in ranks:
-        process.start()
-    found = [left.get(timeout=60) for _ in range(WORLD * ROUNDS)]
-    for process in ranks:
-        process.join(30)
-        assert process.exitcode == 0
+def test_nobody_leaves_before_the_last_has_arrived(tmp_path):
+    Ranks(rank, WORLD, str(tmp_path)).wait(60)
+    found = [json.loads((tmp_path / str(number)).read_text()) for number in range(WORLD)]
     for turn in range(ROUNDS):
-        times = [entry[2:] for entry in found if entry[0] == turn]
-        assert len(times) == WORLD and min(leaving for _, leaving in times) >= max(arriving for arriving, _ in times) - 0.05
+        times = [mine[turn] for mine in found]
+        assert min(leaving for _, leaving in times) >= max(arriving for arriving, _ in times) - 0.05
 
 
 def test_one_rank_waits_for_nobody(monkeypatch):

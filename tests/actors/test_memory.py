@@ -1,10 +1,5 @@
 """Bytes a rank that a real learner holds, by ZeRO stage and ``--quant.cache``, against those that ``--dry_run`` announces."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -13,6 +8,7 @@ from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
 from qarl_openrlhf.planning.memory import ModelShape, estimate
 from qarl_openrlhf.planning.offload import offloaded
 from qarl_openrlhf.planning.positions import load_config
+from tests.ranks import Ranks
 from tests.tiny_models import save_tiny_model
 
 from . import memory_worker
@@ -21,7 +17,6 @@ from .conftest import learner_args
 # Of the estimate: what a CPU rank without an engine does not have at these moments, or only in passing.
 NOT_HERE = ("CUDA context", "activations", "logits", "sync buffers", "gathered parameters", "one layer", "gradients in FP32")
 PHASES = {"accumulating": "forward and backward", "step": "optimizer step", "published": "publish"}
-ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 pytestmark = pytest.mark.slow
 
@@ -53,23 +48,7 @@ def announced(model: str, case: tuple, world: int, moment: str) -> int:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_rank_holds_the_bytes_that_the_dry_run_announces(model, tmp_path, world):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, memory_worker.__file__, str(rank), str(world), port, model, str(tmp_path / "bytes")],
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    logs = [worker.communicate(timeout=500)[0] for worker in workers]
-    assert all(worker.returncode == 0 for worker in workers), "\n".join(log[-3000:] for log in logs)
+    Ranks(memory_worker.main, world, model, str(tmp_path / "bytes")).wait()
     wrong = []
     for rank in range(world):
         measured = torch.load(f"{tmp_path / 'bytes'}.{rank}")

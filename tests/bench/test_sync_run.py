@@ -107,9 +107,8 @@ def published(shape: str, scheme: str) -> str:
     return str(mark)
 
 
-@pytest.mark.parametrize(
-    "shape, schemes", [("tiny-moe", ["w4a16"]), pytest.param("tiny", ["bf16", "w8a8"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape, schemes", [("tiny-moe", ["w4a16"]), ("tiny", ["bf16", "w8a8"])])
 def test_shards_on_two_ranks_publish_the_bytes_of_one_learner(tmp_path, ends_ray, shape, schemes):
     """A real engine proves every tensor's checksum; the tensors are those that an unsharded learner has."""
     words = ["--shape", shape, "--transport", "gloo", "--learner_ranks", "2", "--pushes", "1", "--out", str(tmp_path)]

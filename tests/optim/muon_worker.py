@@ -1,14 +1,9 @@
 """Takes two Muon steps on a tiny Qwen3-MoE built as OpenRLHF builds it, under ZeRO 1, 2 and 3, and on one process with torch.optim.
-
-usage: python -m tests.optim.muon_worker RANK WORLD_SIZE PORT OUT_FILE
 """
-
-import sys
 
 import torch
 
 from qarl_openrlhf import patches
-from tests.ranks import become
 
 STEPS, MICRO, LENGTH = 2, 2, 12
 MUON = {"lr": 1e-3, "momentum": 0.9}
@@ -172,9 +167,7 @@ def _unstacked(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor] if name.endswith("_proj.weight") else []
 
 
-def main() -> None:
-    rank, world, port, out_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    become(rank, world, port)
+def main(rank: int, world: int, out_file: str) -> None:
     patches.apply()
     from openrlhf.utils import utils
 
@@ -189,6 +182,3 @@ def main() -> None:
             results["unclipped", accumulate] = reference_run(directory, world, accumulate, scale, clip=False)
     torch.save(results, f"{out_file}.{rank}")
 
-
-if __name__ == "__main__":
-    main()

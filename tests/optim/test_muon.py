@@ -1,18 +1,15 @@
 """Muon under ZeRO 1, 2 and 3, one and two ranks, one and four micro-batches, against torch.optim.Muon on one process."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.optim import muon_worker
 from tests.optim.muon_worker import model_directory
+from tests.ranks import Ranks
 
-ROOT = Path(__file__).parents[2]
 STAGES, ACCUMULATE = (1, 2, 3), (1, 4)
 
 
@@ -20,22 +17,7 @@ def run(world: int, directory: Path) -> dict:
     """Results of rank 0, "orthogonalized" added over the ranks, and the parameters before."""
     out = directory / "out"
     model_directory(f"{out}.model")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.optim.muon_worker", str(rank), str(world), port, str(out)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    logs = [worker.communicate(timeout=400)[0] for worker in workers]
-    assert all(worker.returncode == 0 for worker in workers), "\n".join(log[-3000:] for log in logs)
+    Ranks(muon_worker.main, world, str(out)).wait(400)
     ranks = [torch.load(f"{out}.{rank}", weights_only=False) for rank in range(world)]
     results = ranks[0]
     for key in results:

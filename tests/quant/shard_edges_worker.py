@@ -1,10 +1,4 @@
-"""One rank of ZeRO-3 on layers whose shards end in the middle of a group of weights; saves what is published.
-
-usage: shard_edges_worker.py RANK WORLD_SIZE PORT OUT_FILE
-"""
-
-import os
-import sys
+"""One rank of ZeRO-3 on layers whose shards end in the middle of a group of weights; saves what is published."""
 
 import deepspeed
 import torch
@@ -52,14 +46,7 @@ def run(text: str, world: int, rank: int) -> dict:
     return {"shards": shards, "published": published, "weights": whole}
 
 
-def main() -> None:
-    rank, world, port, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def main(rank: int, world: int, out: str) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     torch.save({text: run(text, world, rank) for text in ("w4a16:g32", "w8a8")}, f"{out}.{rank}")
 
-
-if __name__ == "__main__":
-    main()

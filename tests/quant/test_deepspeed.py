@@ -1,43 +1,20 @@
 """Real DeepSpeed ZeRO-1, 2 and 3 on gloo: the same packed bytes, one quantization a step, FP32 copies that accumulate."""
 
-import os
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from qarl_openrlhf.quant import QuantScheme
 from qarl_openrlhf.quant.packing import quantize_weight
+from tests.quant import shard_edges_worker, zero_worker
 from tests.quant.shard_edges_worker import Layers
+from tests.ranks import Ranks
 from tests.tiny_models import LINEARS, MOE_LAYERS
 
-HERE = Path(__file__).parent
-ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
-def run_workers(world: int, directory: Path, script: str = "zero_worker.py") -> list[dict]:
-    path = os.pathsep.join([str(HERE.parent.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    port, out = free_port(), directory / "result.pt"
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / script), str(rank), str(world), port, str(out)],
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    logs = [worker.communicate(timeout=300)[0] for worker in workers]
-    assert all(worker.returncode == 0 for worker in workers), "\n".join(log[-3000:] for log in logs)
+def run_workers(world: int, directory: Path, main: Callable = zero_worker.main) -> list[dict]:
+    out = str(directory / "result.pt")
+    Ranks(main, world, out).wait(300)
     return [torch.load(f"{out}.{rank}", weights_only=False) for rank in range(world)]
 
 
@@ -126,7 +103,7 @@ def test_two_ranks_publish_the_same_bytes(two_ranks, kind):
 @pytest.mark.slow
 def test_shards_that_end_within_a_group_split_no_group(tmp_path):
     """ZeRO-3 cuts a flat parameter anywhere; what is quantized is the gathered one, so groups and rows stay whole."""
-    ranks = run_workers(2, tmp_path, "shard_edges_worker.py")
+    ranks = run_workers(2, tmp_path, shard_edges_worker.main)
     for text, mine in ranks[0].items():
         scheme = QuantScheme.parse(text)
         for name, weight in mine["weights"].items():

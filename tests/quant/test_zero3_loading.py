@@ -1,16 +1,10 @@
 """A checkpoint of experts is held once while it is loaded under ZeRO-3, not once a process, and gives the same model."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
 
 from tests.optim.muon_worker import model_directory
-
-ROOT = Path(__file__).parents[2]
+from tests.quant import zero3_load_worker
+from tests.ranks import Ranks
 
 
 def test_only_rank_0_holds_the_checkpoint(tmp_path):
@@ -18,17 +12,7 @@ def test_only_rank_0_holds_the_checkpoint(tmp_path):
 
     out = tmp_path / "out"
     model_directory(f"{out}.model")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "tests.quant.zero3_load_worker"]
-    ranks = [
-        subprocess.Popen([*command, str(rank), "2", port, str(out)], env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-3000:] for error in errors)
+    Ranks(zero3_load_worker.main, 2, str(out)).wait(300)
     first, second = (torch.load(f"{out}.{rank}", weights_only=False) for rank in range(2))
     assert first["seen"] == [] and second["seen"] == [{"meta"}]
     whole = AutoModelForCausalLM.from_pretrained(f"{out}.model", dtype=torch.bfloat16)

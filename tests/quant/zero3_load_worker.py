@@ -1,15 +1,10 @@
 """Loads a tiny Qwen3-MoE checkpoint under ZeRO-3 with and without the patch; writes what each rank saw.
-
-usage: python -m tests.quant.zero3_load_worker RANK WORLD_SIZE PORT OUT_FILE
 """
-
-import sys
 
 import torch
 
 from qarl_openrlhf import patches
 from qarl_openrlhf.patches import zero3_loading
-from tests.ranks import become
 
 
 def load(directory: str) -> dict[str, torch.Tensor]:
@@ -26,9 +21,7 @@ def load(directory: str) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in parameters.items()} | dict(model.named_buffers())
 
 
-def main() -> None:
-    rank, world, port, out_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    become(rank, world, port)
+def main(rank: int, world: int, out_file: str) -> None:
     patches.apply()
     import deepspeed
 
@@ -48,6 +41,3 @@ def main() -> None:
     patched = load(directory)
     torch.save({"plain": plain, "patched": patched, "seen": seen}, f"{out_file}.{rank}")
 
-
-if __name__ == "__main__":
-    main()

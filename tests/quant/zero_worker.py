@@ -1,10 +1,4 @@
-"""Trains a tiny quantized Qwen2 and Qwen3-MoE under real DeepSpeed ZeRO-1, 2 and 3 and saves what the tests check.
-
-usage: zero_worker.py RANK WORLD_SIZE PORT OUT_FILE
-"""
-
-import os
-import sys
+"""Trains a tiny quantized Qwen2 and Qwen3-MoE under real DeepSpeed ZeRO-1, 2 and 3 and saves what the tests check."""
 
 import deepspeed
 import torch
@@ -127,11 +121,7 @@ def thousand_small_updates(stage: int) -> dict:
     return {"one": one[0], "thousand": layer.packed().changed_codes(first)[0], "lost_in_bf16": lost.float().mean().item()}
 
 
-def main():
-    rank, world, port, out_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def main(rank: int, world: int, out_file: str) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     results = {
         kind: {f"zero{stage}": train(kind, stage, rank, world, reentrant=stage == 2 or world > 1) for stage in (1, 2, 3)}
@@ -141,6 +131,3 @@ def main():
         results["small updates"] = thousand_small_updates(stage=2)
     torch.save(results, f"{out_file}.{rank}")
 
-
-if __name__ == "__main__":
-    main()
