@@ -102,9 +102,7 @@ def _report(args) -> None:
     if args.until is not None and not args.out:  # the whole run's pictures stay
         out /= f"until-{args.until}"
     report = write_report(runs, out, until=args.until)
-    entries, written = entries_of(args.runs), list(report.pictures)
-    for each in entries:
-        each.run = each.run and each.run.cut(args.until)
+    entries, written = [each.cut(args.until) for each in entries_of(args.runs)], list(report.pictures)
     if len(entries) <= MAX_COLUMNS:
         print(report.text)
     if len(entries) > 1:

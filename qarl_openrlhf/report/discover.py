@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qarl_openrlhf.metrics.run_directory import is_earlier
@@ -37,6 +37,13 @@ class Entry:
     run: Run | None
     failure: str | None = None
     notes: list[str] = field(default_factory=list)
+
+    def cut(self, until: int | None) -> "Entry":
+        """The same run up to step `until`; how it ended after that step is no longer told."""
+        if until is None or self.run is None:
+            return self
+        reached = self.run.steps[-1] >= until
+        return replace(self, run=self.run.cut(until), failure=None if reached else self.failure)
 
 
 def identify(directory: Path) -> Identity:

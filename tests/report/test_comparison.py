@@ -110,7 +110,7 @@ def test_held_out_accuracy_of_start_and_end(tmp_path):
     assert float(rows["tbpo", "1"]["start_heldout"]) == pytest.approx(0.2)
     assert float(rows["tbpo", "1"]["final_heldout"]) == pytest.approx(0.7) and rows["gspo", "0"]["final_heldout"] == ""
     text = (tmp_path / "summary.md").read_text()
-    assert "held-out, last" in text and "0.200 ± 0.000 | 0.600 ± 0.141 | +0.400 ± 0.141" in text
+    assert "held-out, later half" in text and "0.200 ± 0.000 | 0.600 ± 0.141 | +0.400 ± 0.141" in text
     assert (tmp_path / "heldout.png").stat().st_size > 1000
     assert [row["step"] for row in load_run(tmp_path / "tbpo" / "w4a16" / "seed0").evaluations] == [0, 5, 10]
 
@@ -167,6 +167,13 @@ def test_runs_of_different_lengths_are_compared_up_to_one_step(tmp_path, capsys)
     rows = list(csv.DictReader(open(tmp_path / "out" / "summary.csv")))
     assert {row["steps"] for row in rows} == {"12"} and {float(row["final_reward"]) for row in rows} == {0.0}
     assert sorted(row["final_heldout"] for row in rows) == ["", "0.12"]
+    make_set(tmp_path / "killed", {"tbpo": (0.9, 0.0)}, seeds=1)
+    status = tmp_path / "killed/tbpo/w4a16/seed0/status.json"
+    status.write_text(json.dumps({"state": "failed", "reason": "killed"}))
+    for until, said in ((10, "finished"), (11, "failed")):  # it has ten steps
+        cli.main([str(tmp_path / "killed"), str(tmp_path / "set"), "--until", str(until), "--out", str(tmp_path / str(until))])
+        told = {row["directory"]: row["status"] for row in csv.DictReader(open(tmp_path / str(until) / "summary.csv"))}
+        assert told.pop(str(status.parent)) == said and set(told.values()) == {"finished"}
     cli.main([str(tmp_path / "set"), "--until", "12"])
     assert (tmp_path / "set" / "until-12" / "reward.png").exists() and not (tmp_path / "set" / "reward.png").exists()
     with pytest.raises(SystemExit, match="has no step up to 0: its first is 1"):
