@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from qarl_openrlhf.actors import model_workers, policy, trainer
 from qarl_openrlhf.actors.engine_end import ended_engine
+from qarl_openrlhf.actors.main_memory_end import ended_for_memory
 from qarl_openrlhf.actors.strategy import make_strategy
 from qarl_openrlhf.engine.actor import QarlRolloutActor
 from qarl_openrlhf.engine.engine_args import chosen
@@ -49,8 +50,8 @@ def install(args, startup: Startup | None = None):
     def train(args):
         try:
             train_ppo_ray.train(args)
-        except ray.exceptions.RayError:
-            if ended := ended_engine(engines.made, args):
+        except ray.exceptions.RayError as error:
+            if ended := ended_engine(engines.made, args) or ended_for_memory(error):
                 raise ended from None
             raise
 

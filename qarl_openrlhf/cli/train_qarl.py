@@ -153,6 +153,7 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
     ending.take()
     from qarl_openrlhf.actors.engine_end import EngineProcessError
     from qarl_openrlhf.actors.install import install
+    from qarl_openrlhf.actors.main_memory_end import MainMemoryError
     from qarl_openrlhf.actors.policy import quantized_directory
     from qarl_openrlhf.engine.strict_rewards import RewardError
     from qarl_openrlhf.metrics.progress import follow
@@ -170,6 +171,9 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
         train(args)
     except EngineProcessError as error:
         sys.exit(f"train_qarl: error: {error}")
+    except MainMemoryError as error:  # actors of the run that follow it into the end have nothing to add
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        sys.exit(f"train_qarl: error: {error}{ending.advice()}")
     except RewardError as error:  # the user's own code: where in it is in the message, how Ray came there is of no use
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         while getattr(error, "cause", None) is not None:  # Ray's text is a traceback for each process on the way

@@ -159,6 +159,28 @@ def test_a_reward_that_fails_is_the_one_line_error_of_the_run(start, tmp_path, h
     run.assert_gone()
 
 
+def test_a_machine_that_fills_up_ends_the_run_with_one_line(start):
+    """Ray ends a process of the run before the kernel would: which one is its choice."""
+    memory = psutil.virtual_memory()
+    limit = 0.5 + memory.used / memory.total / 2
+    run = start({"ckpt.save_steps": 1, "train.num_episodes": 20}, RAY_memory_usage_threshold=str(limit))
+    run.wait_for_steps(2)
+    filled = []
+    until = time.monotonic() + 60
+    while run.process.poll() is None and time.monotonic() < until:
+        if psutil.virtual_memory().percent < 100 * limit + 2:
+            filled.append(b"1" * 2**28)
+        else:
+            time.sleep(0.1)
+    del filled
+    assert run.process.wait(60) == 1, run.text[-3000:]
+    last = run.text.splitlines()[-1]
+    assert re.search(r"error: main memory of node [\d.]+ was nearly full \([\d.]+ of [\d.]+ GB; Ray's limit is \d\d %\) and Ray ended ", last), run.text[-3000:]
+    assert "Largest there: " in last and "the same command with --ckpt.load_enable goes on from checkpoint " in last
+    assert "Traceback" not in run.text
+    run.assert_gone()
+
+
 @pytest.mark.parametrize(
     "how, send",
     [(signal.SIGINT, os.kill), (signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg)],
