@@ -83,14 +83,33 @@ def _check_rollout_batches(flat) -> None:
     responses = getattr(flat, "rollout.batch_size") * getattr(flat, "rollout.n_samples_per_prompt")
     learners = getattr(flat, "actor.num_nodes") * getattr(flat, "actor.num_gpus_per_node") // max(1, getattr(flat, "ds.ring_attn_size"))
     micro = getattr(flat, "rollout.micro_batch_size")
+    how = f"--rollout.batch_size {getattr(flat, 'rollout.batch_size')} x --rollout.n_samples_per_prompt {getattr(flat, 'rollout.n_samples_per_prompt')}"
     if learners and responses // micro < learners:
-        how = f"--rollout.batch_size {getattr(flat, 'rollout.batch_size')} x --rollout.n_samples_per_prompt {getattr(flat, 'rollout.n_samples_per_prompt')}"
         if responses < learners:
             raise ConfigError(f"{how} are fewer responses than there are learner processes ({learners}): sample more")
         raise ConfigError(
             f"{how} = {responses} responses in micro-batches of --rollout.micro_batch_size {micro} leave some of the {learners} learner "
             f"processes without one: use --rollout.micro_batch_size {responses // learners} or less"
         )
+    if not learners or getattr(flat, "train.dynamic_batch_enable"):  # dynamic batches are dealt out response by response
+        return
+    shares = _shares(responses, micro, learners)
+    updates = [share // (getattr(flat, "train.batch_size") // learners) for share in shares] if learners <= getattr(flat, "train.batch_size") else []
+    if len(set(updates)) > 1:
+        fitting = [n for n in range(1, micro + 1) if len(set(_shares(responses, n, learners))) == 1]
+        works = f"use --rollout.micro_batch_size {fitting[-1]}" if fitting else f"sample a multiple of {learners} responses"
+        raise ConfigError(
+            f"{how} = {responses} responses in micro-batches of --rollout.micro_batch_size {micro} give the {learners} learner processes "
+            f"{' and '.join(map(str, dict.fromkeys(shares)))} responses, so that they would make {' and '.join(map(str, dict.fromkeys(updates)))} optimizer steps, "
+            f"and wait for each other for ever: {works}"
+        )
+
+
+def _shares(responses: int, micro: int, learners: int) -> list[int]:
+    """Responses that each learner process gets: OpenRLHF deals out micro-batches, as many to each but for the last."""
+    pieces = [min(micro, responses - first) for first in range(0, responses, micro)]
+    each = -(-len(pieces) // learners)
+    return [sum(pieces[rank * each : (rank + 1) * each]) for rank in range(learners)]
 
 
 def check_card(scheme: QuantScheme, capability: tuple[int, int], card: str) -> None:
@@ -171,6 +190,10 @@ def default_cache(zero_stage: int, device: str) -> str:
     return "packed" if zero_stage == 3 and device == "cuda" else "dequant"
 
 
+# Flags of the loss that an objective is in the place of.
+OPENRLHFS_LOSS = ("actor.policy_loss_type", "actor.eps_clip", "actor.eps_clip_low_high", "actor.dual_clip", "actor.loss_agg_mode")
+
+
 def _check_objective(args, typed: set[str]) -> None:
     given = {name: value for name, value in vars(args.objective).items() if name != "name" and value is not None}
     if not args.objective.name:
@@ -178,13 +201,13 @@ def _check_objective(args, typed: set[str]) -> None:
             raise ConfigError(f"--objective.{next(iter(given))} without --objective.name has no effect: name an objective")
         args.objective.hyperparameters = {}
         return
-    rivals = [f for f in sorted(typed) if f.startswith("algo.advantage.is_correction_") or f == "actor.policy_loss_type"]
+    known = objective_hyperparameters(args.objective.name)
+    rivals = [f for f in sorted(typed) if f.startswith("algo.advantage.is_correction_") or f in OPENRLHFS_LOSS]
     if rivals:
         raise ConfigError(
-            f"--objective.name {args.objective.name} replaces OpenRLHF's loss and correction: drop --{', --'.join(rivals)} "
-            "(the mismatch weight is --objective.is_weight)"
+            f"--objective.name {args.objective.name} replaces OpenRLHF's loss, clipping and correction: drop --{', --'.join(rivals)} "
+            f"(it has --objective.{', --objective.'.join(known)})"
         )
-    known = objective_hyperparameters(args.objective.name)
     foreign = sorted(set(given) - set(known))
     if foreign:
         raise ConfigError(

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import fcntl
-import os
-import shlex
 import shutil
-import signal
-import subprocess
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable
 
+from qarl_openrlhf.ablation.launch import LOG, Launch, Stopped
 from qarl_openrlhf.ablation.plan import PlannedRun, PlanError
-from qarl_openrlhf.ablation.status import FAILED, FINISHED, RUNNING, is_finished, write_status
-from qarl_openrlhf.metrics.progress import follow
-
-LOG = "train.log"
-GRACE_S = 20  # from asking a run to end to killing it
-Launch = Callable[[PlannedRun, list[str]], int]
+from qarl_openrlhf.ablation.status import FAILED, FINISHED, RUNNING, is_finished, read_status, write_status
 
 
 def execute(runs: list[PlannedRun], launch: Launch, *, parallel: int = 1, keep_models: bool = False, done=lambda run: None) -> list[PlannedRun]:
-    """Run what is not finished yet; returns the runs that failed. ``done`` is called after each run.
+    """Run what is not finished yet; returns the runs that failed. ``done`` is called after each run, never twice at a time.
 
-    A run that fails is noted in its status.json, with the end of its log, and the others go on. One that was stopped halfway
-    resumes from its last checkpoint (``--ckpt.save_steps``), or begins anew.
+    A run that fails is noted in its status.json, with the end of its log, and the others go on. An exception, such as a signal's
+    in the main thread, ends those at work, too. A run that was stopped halfway resumes from its last checkpoint
+    (``--ckpt.save_steps``), or begins anew.
     """
     waiting = [run for run in runs if not is_finished(run)]
     for run in runs:
         if run not in waiting:
             print(f"{run.identity.arm} seed {run.identity.seed}: finished before, {run.directory}", flush=True)
+            if (read_status(run.directory) or {}).get("models_kept") is False:
+                remove_models(run)  # what a call that ended in the middle of it left
     failed = []
+    stop, one_at_a_time = threading.Event(), threading.Lock()
 
     def one(run: PlannedRun) -> None:
         position = f"[{waiting.index(run) + 1}/{len(waiting)}]"
@@ -43,88 +38,46 @@ def execute(runs: list[PlannedRun], launch: Launch, *, parallel: int = 1, keep_m
         run.directory.mkdir(parents=True, exist_ok=True)
         write_status(run, RUNNING)
         started = time.monotonic()
-        code = launch(run, flags)
+        code = launch(run, flags, stop)
         took = f"{time.monotonic() - started:.0f} s"
         if code == 0:
-            if not keep_models:
-                for folder in ("model", "checkpoints"):
-                    shutil.rmtree(run.directory / folder, ignore_errors=True)
-            write_status(run, FINISHED, returncode=0)
+            write_status(run, FINISHED, returncode=0, models_kept=keep_models)
+            if not keep_models:  # not before the run counts as finished: it could not resume from half a checkpoint
+                remove_models(run)
             print(f"{position} {run.identity.arm} seed {run.identity.seed}: finished in {took}", flush=True)
         else:
             reason = last_error(run.directory / LOG)
             write_status(run, FAILED, returncode=code, reason=f"exit status {code}: {reason}")
             failed.append(run)
             print(f"{position} {run.identity.arm} seed {run.identity.seed}: FAILED after {took}, exit status {code}: {reason}", flush=True)
-        done(run)
+        with one_at_a_time:
+            done(run)
 
-    if parallel == 1:
-        for run in waiting:
-            one(run)
-    else:
-        with ThreadPoolExecutor(parallel) as pool:
-            list(pool.map(one, waiting))
+    def one_unless_stopped(run: PlannedRun) -> None:
+        try:
+            if not stop.is_set():
+                one(run)
+        except Stopped:
+            pass  # the reason is raised where it arose
+        except BaseException:
+            stop.set()  # here, before this thread takes the next run
+            raise
+
+    pool = ThreadPoolExecutor(parallel)
+    try:
+        for ended in as_completed([pool.submit(one_unless_stopped, run) for run in waiting]):
+            ended.result()
+    except BaseException:
+        stop.set()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
     return failed
 
 
-def launch_here(run: PlannedRun, flags: list[str]) -> int:
-    """train_qarl in a session of its own, output in ``train.log``, its steps shown here; returns the exit status."""
-    prefix = f"  {run.identity.arm} seed {run.identity.seed}  "
-    stop = threading.Event()
-    watcher = threading.Thread(
-        target=follow, args=(str(run.directory), stop, lambda line, flush: print(prefix + line, flush=flush)), daemon=True
-    )
-    with open(run.directory / LOG, "ab") as log:
-        command = [*run.command[: -len(run.flags)], *flags]
-        log.write(f"\n$ {shlex.join(command)}\n".encode())
-        log.flush()
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
-        watcher.start()
-        try:
-            return process.wait()
-        finally:
-            _end(process)
-            stop.set()
-            watcher.join(timeout=5)
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Nothing to do for a run that ended; one whose ablation is interrupted is asked to, then made to."""
-    if process.poll() is None:
-        for sign in (signal.SIGINT, signal.SIGKILL):
-            os.killpg(process.pid, sign)
-            try:
-                process.wait(GRACE_S)
-                return
-            except subprocess.TimeoutExpired:
-                continue
-
-
-def ray_job_launcher(address: str, poll_s: float = 5.0) -> Launch:
-    """A function that submits a run to the Ray cluster at ``address`` (its dashboard, http://HOST:8265) and waits for its end.
-
-    The run directory must be on a file system that the cluster shares, and qarl_openrlhf be installed there.
-    """
-    from ray.job_submission import JobStatus, JobSubmissionClient
-
-    try:
-        client = JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise PlanError(f"--ray_address {address}: {error}") from None
-
-    def launch(run: PlannedRun, flags: list[str]) -> int:
-        # The cluster has its own Python.
-        job = client.submit_job(entrypoint=shlex.join(["python", *run.command[1 : -len(run.flags)], *flags]))
-        try:
-            while not (status := client.get_job_status(job)).is_terminal():
-                time.sleep(poll_s)
-        except BaseException:
-            client.stop_job(job)
-            raise
-        (run.directory / LOG).write_text(client.get_job_logs(job), encoding="utf-8")
-        return 0 if status == JobStatus.SUCCEEDED else client.get_job_info(job).driver_exit_code or 1
-
-    return launch
+def remove_models(run: PlannedRun) -> None:
+    for folder in ("model", "checkpoints"):
+        shutil.rmtree(run.directory / folder, ignore_errors=True)
 
 
 @contextmanager

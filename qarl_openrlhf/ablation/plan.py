@@ -107,6 +107,8 @@ def _arm_flags(arm: str, groups: list[tuple[str, list[str]]], rollout_samples: i
     """The arm's own flags, then the shared ones that it takes; adds to ``notes`` what it goes without."""
     spec = _spec(arm)
     flags = [] if spec is None else ["--preset", arm] if arm in PRESETS else ["--objective.name", arm]
+    if spec is None:
+        flags += _without_kl(arm, groups, notes)
     weight = None if spec is None else _value("objective.is_weight", groups) or spec.hyperparameters["is_weight"].default
     left_out = []
     for name, words in groups:
@@ -123,6 +125,17 @@ def _arm_flags(arm: str, groups: list[tuple[str, list[str]]], rollout_samples: i
         flags += ["--train.batch_size", str(rollout_samples), "--train.max_epochs", "1"]
         notes.append(f"{label(arm)} makes one optimizer step a rollout: --train.batch_size {rollout_samples} --train.max_epochs 1")
     return flags
+
+
+def _without_kl(arm: str, groups: list[tuple[str, list[str]]], notes: list[str]) -> list[str]:
+    """train_qarl gives our objectives no KL penalty, and so no reference model, unless one is asked for; the host's loss has one by default."""
+    typed = {name for name, _ in groups if name.startswith("algo.kl.")}
+    if not typed:
+        notes.append(f"{label(arm)} gets --algo.kl.init_coef 0, since the other arms have no KL penalty: give the flag to have one in all")
+        return ["--algo.kl.init_coef", "0"]
+    if "algo.kl.init_coef" not in typed:
+        notes.append(f"{label(arm)} keeps OpenRLHF's KL penalty, and the other arms have none: give --algo.kl.init_coef to have one in all, or 0")
+    return []
 
 
 def _takes(spec: Spec | None, hyperparameter: str, weight: str | None) -> bool:

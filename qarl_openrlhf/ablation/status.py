@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qarl_openrlhf.ablation.plan import PlannedRun, PlanError
 from qarl_openrlhf.data.files import atomic_file
-from qarl_openrlhf.report.discover import STATUS, Identity
+from qarl_openrlhf.report.discover import STATUS, Entry, Identity, entry
 
 FINISHED, FAILED, RUNNING = "finished", "failed", "running"
 
@@ -28,7 +28,7 @@ def read_status(directory: Path) -> dict | None:
 
 
 def write_status(run: PlannedRun, state: str, **more) -> None:
-    """``state`` is RUNNING, FINISHED or FAILED; ``more`` holds ``returncode`` and ``reason`` of a failed run."""
+    """``state`` is RUNNING, FINISHED or FAILED; ``more``: ``returncode``, ``reason`` of a failed run, ``models_kept`` of a finished one."""
     identity: Identity = run.identity
     status = {"state": state, "time": time.time(), **vars(identity), "flags": run.flags, **more}
     with atomic_file(run.directory / STATUS) as part:
@@ -47,6 +47,11 @@ def is_finished(run: PlannedRun) -> bool:
             "remove that directory"
         )
     return status["state"] == FINISHED
+
+
+def entries_so_far(out: Path) -> list[Entry]:
+    """The runs that ablations began in ``out``. Looks into no run: others remove their checkpoints while this one searches."""
+    return [entry(path.parent) for path in sorted(out.glob(f"*/*/*/{STATUS}"))]  # ARM/SCHEME/seedN
 
 
 def _difference(some: list[str], others: list[str]) -> str:

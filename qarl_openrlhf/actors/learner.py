@@ -27,6 +27,8 @@ from qarl_openrlhf.sync.probe import LogprobProbe
 
 
 IN_BAND = ("objective/in_band_frac", "objective/in_band_frac_pos", "objective/in_band_frac_neg")
+# What OpenRLHF gives as a micro-batch's part of its optimizer step's mean: parts add up, and have no weight of their own.
+OF_A_STEP = ("policy_loss", "entropy_loss")
 
 
 class QarlActorTrainer(ActorPPOTrainer):
@@ -54,6 +56,7 @@ class QarlActorTrainer(ActorPPOTrainer):
         self.changed_codes = ChangedCodes()
         self.kernel_report = KernelReport(self.args.quant.kernel)
         self.publisher = self.probe = None
+        self.probed = False
         self.barrier = HostBarrier()
         if self.vllm_engines:
             sync = self.args.sync
@@ -114,7 +117,8 @@ class QarlActorTrainer(ActorPPOTrainer):
                 update = sum(ends[:step])
                 seen = self.actor_loss_fn
                 self.diagnostics.updated(batch, seen.log_probs, seen.tokens, update + epoch * sum(ends))
-                self._collect(sums, status, epoch_update=update if epoch == 0 else None)
+                share = 1.0 if self.args.train.dynamic_batch_enable else 1 / window
+                self._collect(sums, status, share=share, ends_step=ends[step], epoch_update=update if epoch == 0 else None)
         train_s = time.perf_counter() - started
 
         total = sums.over_ranks()
@@ -183,22 +187,27 @@ class QarlActorTrainer(ActorPPOTrainer):
             accumulation=accumulation,
         )
 
-    def _collect(self, sums: Sums, status: dict, epoch_update: int | None) -> None:
-        """Add one micro-batch's metrics; objective metrics also by the index of the update within the rollout."""
+    def _collect(self, sums: Sums, status: dict, *, share: float, ends_step: bool, epoch_update: int | None) -> None:
+        """Add one micro-batch's metrics; objective metrics also by the index of the update within the rollout.
+
+        share: of a micro-batch in its optimizer step's loss, as DeepSpeed adds them up.
+        """
         tokens, samples = status["num_action_tokens"], status["num_samples"]
+        counts = self.actor_loss_fn.normalisation
         for name, value in status["metrics"].items():
             weight = status["weights"][name]
-            if weight is None:
+            if name in OF_A_STEP:
+                sums.add(name, value.float() * share, float(ends_step))
+            elif name == "kl" and self.args.algo.kl.use_loss:
+                sums.add(name, _token_sum(value, counts), tokens)
+            elif weight is None:
                 sums.last[name] = float(value)
             else:
                 scale = tokens if weight == "token" else samples
                 mean = value.float().mean() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
                 sums.add(name, mean * scale, scale)
         if "entropy_loss" in status["metrics"]:
-            # OpenRLHF's is this micro-batch's sum over the step's mean token count; undone, it adds up.
-            counts = self.actor_loss_fn.normalisation
-            total = status["metrics"]["entropy_loss"] * counts["batch_num_tokens"] / counts["dp_size"]
-            sums.add("policy/entropy", total, tokens)
+            sums.add("policy/entropy", _token_sum(status["metrics"]["entropy_loss"], counts), tokens)
         if isinstance(self.actor_loss_fn, ObjectiveLoss):
             sums.merge_ratios(self.actor_loss_fn.sums)
             if epoch_update is not None:
@@ -212,7 +221,8 @@ class QarlActorTrainer(ActorPPOTrainer):
         sums = {
             name: tuple(torch.tensor(x, dtype=torch.float32) for x in total.ratios[name]) for name in self.actor_loss_fn.sums
         }
-        metrics = {name: float(value) for name, value in metrics_from_sums(sums).items()}
+        nothing = {name for name, (_, count) in sums.items() if not count}  # no response with A < 0, say: no share of them
+        metrics = {name: float(value) for name, value in metrics_from_sums(sums).items() if name not in nothing}
         return metrics | {"objective/warning": band_warning(sums)}
 
     def _memory_metrics(self) -> dict:
@@ -242,7 +252,9 @@ class QarlActorTrainer(ActorPPOTrainer):
         if items and items[0].rollout_log_probs is not None:
             in_all = self.args.rollout.batch_size * self.args.rollout.n_samples_per_prompt
             count = max(1, min(MAX_RESPONSES, in_all // SHARE))
-            self.start_policy = StartPolicy.of(items, count=count, max_length=self.args.data.max_len - 1)
+            # Dynamic batches put the longest responses first.
+            order = torch.randperm(len(items), generator=torch.Generator().manual_seed(self.args.train.seed)).tolist()
+            self.start_policy = StartPolicy.of([items[i] for i in order], count=count, max_length=self.args.data.max_len - 1)
 
     def _start_kl(self) -> dict:
         """KL(start policy || what was just published) by the first engine's log-probs of the kept responses."""
@@ -278,7 +290,8 @@ class QarlActorTrainer(ActorPPOTrainer):
                 pass
         metrics["sync/quantise_ms"] = (cache.stats.seconds - quantize_before) * 1e3
         metrics["sync/gather_ms"] = self.gather.seconds * 1e3
-        if self.version == 1 or self.version % self.args.sync.probe_every == 0:
+        if not self.probed or self.version % self.args.sync.probe_every == 0:  # the first of this process, also after a resume
+            self.probed = True
             metrics |= self.probe.run(self.actor, self.vllm_engines, self.version, is_sender=self.publisher is not None)
             metrics |= self._start_kl()
         if self.args.vllm.enable_sleep and torch.cuda.is_available():
@@ -286,3 +299,8 @@ class QarlActorTrainer(ActorPPOTrainer):
         self.barrier()
         metrics["timing/publish"] = time.perf_counter() - started
         self.publish_metrics = metrics if self.strategy.is_rank_0() else {}
+
+
+def _token_sum(mean: torch.Tensor, counts: dict) -> torch.Tensor:
+    """The sum over a micro-batch's tokens of what OpenRLHF divided by the mean token count of the step's micro-batches."""
+    return mean.float() * counts["batch_num_tokens"] / counts["dp_size"]

@@ -85,7 +85,8 @@ class ReportingTrainer:
         write_records(self.args.metrics.dir, next_step, ray.get(self.actor_model_group.async_run_method("take_record"))[0])
         status |= self.sync_metrics
         status["rollout/tokens"] = float(sum(int(sample.action_mask.sum()) for sample in rollout_samples))
-        status["rollout/mixed_group_frac"] = mixed_group_fraction(rollout_samples, self.args.rollout.n_samples_per_prompt)
+        if (mixed := mixed_group_fraction(rollout_samples, self.args.rollout.n_samples_per_prompt)) is not None:
+            status["rollout/mixed_group_frac"] = mixed
         status["timing/update_total"] = time.perf_counter() - started
         return status, next_step
 
@@ -219,11 +220,12 @@ ppo_trainer_async.VLLMLock = ray.remote(num_cpus=0)(QarlVLLMLock)
 ppo_trainer_async.GenerateSamplesActor = ray.remote(QarlGenerateSamplesActor)
 
 
-def mixed_group_fraction(samples: list, group: int) -> float:
-    """Share of the prompts whose responses did not all get the same reward: the ones that carry a gradient."""
+def mixed_group_fraction(samples: list, group: int) -> float | None:
+    """Share of the prompts whose responses did not all get the same reward: the ones that carry a gradient. None without rewards: a
+    reward model's come later."""
     rewards = [float(sample.rewards.flatten()[0]) for sample in samples if sample.rewards is not None]
     groups = [rewards[i : i + group] for i in range(0, len(rewards), group)]
-    return sum(len(set(g)) > 1 for g in groups) / len(groups) if groups else 0.0
+    return sum(len(set(g)) > 1 for g in groups) / len(groups) if groups else None
 
 
 def start_policy_line(samples: list, args) -> str:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 from pathlib import Path
 
-from qarl_openrlhf.ablation.execute import execute, launch_here, only_one_in, ray_job_launcher
+from qarl_openrlhf.ablation.execute import execute, only_one_in
+from qarl_openrlhf.ablation.launch import launch_here, ray_job_launcher
 from qarl_openrlhf.ablation.plan import Plan, PlanError, make_plan
-from qarl_openrlhf.ablation.status import is_finished
+from qarl_openrlhf.ablation.status import entries_so_far, is_finished
 from qarl_openrlhf.cli import train_qarl
+from qarl_openrlhf.cli.ending import SignalEnding
 from qarl_openrlhf.cli.flags import add_flags
 from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.data.files import why_unwritable
@@ -25,6 +26,11 @@ PAPER_ARMS = "tbpo,gspo,mis_gspo,positive_grpo,onpolicy_grpo,dual_clip,sapo,grpo
 
 
 def main(argv: list[str] | None = None) -> None:
+    with SignalEnding("ablate_objectives") as ending:
+        _main(argv, ending)
+
+
+def _main(argv: list[str] | None, ending: SignalEnding) -> None:
     args, shared = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         plan = _plan(args, shared)
@@ -33,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.dry_run:
             print("\n".join(" ".join(map(_quoted, run.command)) for run in plan.runs))
             return
-        failed = _run(args, plan)
+        failed = _run(args, plan, ending)
     except PlanError as error:
         raise SystemExit(f"ablate_objectives: {error}") from None
     if failed:
@@ -102,30 +108,24 @@ def _quoted(word: str) -> str:
     return shlex.quote(word) if word.isprintable() else "$'" + repr(word)[1:-1].replace("'", "\\'") + "'"
 
 
-def _run(args, plan: Plan) -> list:
+def _run(args, plan: Plan, ending: SignalEnding) -> list:
     from qarl_openrlhf.report.comparison import write_comparison
     from qarl_openrlhf.report.discover import entries_below
     from qarl_openrlhf.report.summary import write_summary
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        with only_one_in(args.out):
-            for run in plan.runs:
-                is_finished(run)  # refuses directories of other flags before the first run starts
-            launch = ray_job_launcher(args.ray_address) if args.ray_address else launch_here
-            failed = execute(
-                plan.runs,
-                launch,
-                parallel=args.parallel,
-                keep_models=args.keep_models,
-                done=lambda run: write_summary(entries_below(args.out), args.out),
-            )
-            written = write_comparison(entries_below(args.out), args.out)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with only_one_in(args.out):
+        for run in plan.runs:
+            is_finished(run)  # refuses directories of other flags before the first run starts
+        launch = ray_job_launcher(args.ray_address) if args.ray_address else launch_here
+        ending.advice = lambda: ": the same command goes on with the runs that are not finished"
+        failed = execute(
+            plan.runs,
+            launch,
+            parallel=args.parallel,
+            keep_models=args.keep_models,
+            done=lambda run: write_summary(entries_so_far(args.out), args.out),
+        )
+        written = write_comparison(entries_below(args.out), args.out)
     print((args.out / "summary.md").read_text(encoding="utf-8"))
     print("written: " + ", ".join(str(path) for path in written))
     return failed

@@ -33,23 +33,30 @@ def examine(machine: Machine, device: str, *, model: str | None = None, scheme: 
     """All checks of a machine for a run on ``device`` ("cpu" or "cuda"), in the order in which they are printed."""
     findings = check_versions(machine, device)
     parameters = None
-    about_model: list[Finding] = []
-    if model is not None:
-        parameters, about_model = _about_model(machine, device, model, scheme, tp)
+    parsed, about_model = _parse(scheme)
+    if model is not None and parsed is not None:
+        parameters, about_model = _about_model(machine, device, model, parsed, tp)
     return findings + check_resources(machine, device, parameters) + about_model
 
 
-def _about_model(machine: Machine, device: str, model: str, scheme: str, tp: int):
+def _parse(scheme: str):
+    """(the scheme, nothing to say), or (None, what is wrong with it)."""
+    try:
+        from qarl_openrlhf.quant.errors import QuantError
+        from qarl_openrlhf.quant.scheme import QuantScheme
+    except (ImportError, OSError):  # by torch, which does not load: a finding of its own
+        return None, []
+    try:
+        return QuantScheme.parse(scheme), []
+    except QuantError as error:
+        return None, [fail("scheme", str(error), "--scheme w4a16")]
+
+
+def _about_model(machine: Machine, device: str, model: str, scheme, tp: int):
     from qarl_openrlhf.config import ConfigError
     from qarl_openrlhf.doctor.layers import check_layers, network_of
     from qarl_openrlhf.preflight import hub
-    from qarl_openrlhf.quant.errors import QuantError
-    from qarl_openrlhf.quant.scheme import QuantScheme
 
-    try:
-        parsed = QuantScheme.parse(scheme)
-    except QuantError as error:
-        return None, [fail("scheme", str(error), "--scheme w4a16")]
     try:
         hub.settle_names(hub.model_on_hub("--model", model), [model])
     except ConfigError as error:
@@ -61,7 +68,7 @@ def _about_model(machine: Machine, device: str, model: str, scheme: str, tp: int
         reason = str(error).strip().splitlines()[0]
         fix = "a directory with a config.json, or a name on the hub (HF_HUB_OFFLINE unset, or in the cache)"
         return None, [fail("model", f"{model}: {reason}", fix)]
-    return parameters, _about_files(model) + check_layers(network, config, parsed, tp, device, machine)
+    return parameters, _about_files(model) + check_layers(network, config, scheme, tp, device, machine)
 
 
 def _about_files(model: str) -> list[Finding]:

@@ -8,6 +8,7 @@ first. Samples k responses an item at temperature 0.6; a run that was stopped go
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import tempfile
@@ -26,11 +27,18 @@ from qarl_openrlhf.evaluation import harness, records, sandbox, table
 from qarl_openrlhf.evaluation.code_items import CodeItem
 from qarl_openrlhf.evaluation.items import DEFAULT_K, Item, Settings, load_items
 from qarl_openrlhf.evaluation.scores import figure
+from qarl_openrlhf.planning import numbers
 from qarl_openrlhf.preflight import hub
 from qarl_openrlhf.quant.errors import QuantError
+from qarl_openrlhf.quant.scheme import QuantScheme
 
 MAX_TOKENS = 16384
 PROMPT_TOKENS = 2048  # the paper's; prompt and response together are the engine's max_model_len
+RANGES = {
+    **dict.fromkeys(("k", "limit", "max_tokens", "tp", "workers"), numbers.COUNT),
+    **dict.fromkeys(("top_p", "gpu_memory_utilization"), numbers.SHARE),
+    "temperature": numbers.NOT_NEGATIVE,
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -67,8 +75,12 @@ def check(args) -> None:
         raise DataError("MODEL and --out are needed (or --table DIR ...)")
     if why := why_unwritable(args.out):
         raise DataError(f"--out {args.out}: {why}")
-    if args.k is not None and args.k < 1 or args.limit is not None and args.limit < 1:
-        raise DataError("--k and --limit must be at least 1")
+    for flag, allowed in RANGES.items():
+        value = getattr(args, flag)
+        if value is not None and not allowed.holds(value):
+            raise DataError(f"--{flag} {value:g}: use {allowed}")
+    if args.scheme is not None:
+        QuantScheme.parse(args.scheme.removesuffix(":rollout"))
     if args.temperature == 0 and args.k != 1:
         raise DataError("--temperature 0 gives k equal samples: add --k 1")
     if theirs := [task for task in args.tasks if harness.name_of(task)]:
@@ -122,7 +134,6 @@ def join_summary(out: Path, scores: dict[str, dict]) -> dict:
 def weights(args, scratch: Path) -> tuple[str, str]:
     """(directory that vLLM can load, scheme string), exported to `scratch` where needed."""
     from qarl_openrlhf.engine.offline import scheme_of
-    from qarl_openrlhf.quant import QuantScheme
     from qarl_openrlhf.quant.export_directory import bf16_directory, export_directory, load_learner
 
     directory = bf16_directory(args.source, scratch / "bf16", model=args.model, tag=args.tag)
@@ -134,6 +145,20 @@ def weights(args, scratch: Path) -> tuple[str, str]:
     model, _ = load_learner(directory, scheme, tp=args.tp)
     export_directory(model, directory, scratch / "quantized", scheme)
     return str(scratch / "quantized"), str(scheme)
+
+
+def weight_files(source: str, model: str | None, tag: str | None) -> str:
+    """Which files a local model's weights are: another checkpoint may be at the same path by the time a run goes on. "" on the hub."""
+    from qarl_openrlhf.quant.training_checkpoint import find_deepspeed, is_huggingface
+
+    path = Path(source)
+    if not path.is_dir():
+        return ""
+    directory, of = (path, "") if is_huggingface(path) else (find_deepspeed(path, tag), f"{tag or 'latest'} of {model}, ")
+    files = sorted(p for pattern in ("*.safetensors", "*.bin", "*.pt") for p in directory.glob(pattern))
+    states = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
+    return f"{of}{directory.name}, {len(files)} files, by name, size and time {digest}"
 
 
 def engine_choice(args, directory: str, *, own: bool = True) -> dict:
@@ -165,7 +190,7 @@ def claim_settings(args, directory: str, scheme: str, choice: dict, *, own: bool
     chat = args.chat == "on" or (args.chat == "auto" and bool(AutoTokenizer.from_pretrained(directory).chat_template))
     settings = Settings(
         model=args.source, scheme=scheme, engine=engine, temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens,
-        template=args.template, chat=chat, seed=args.seed,
+        template=args.template, chat=chat, seed=args.seed, weights=weight_files(args.source, args.model, args.tag),
     )  # fmt: skip
     records.claim(Path(args.out), settings, None if own else harness.SETTINGS)
     return settings

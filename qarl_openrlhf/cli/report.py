@@ -25,16 +25,17 @@ def split_name(argument: str) -> tuple[str, Path]:
 
 def arms_of(arguments: list[str]) -> dict[str, list[Path]]:
     """['w4a16=runs/a', 'runs/b'] -> {'w4a16': [runs/a], 'b': [runs/b]}. Equal names are seeds of one arm; directories given
-    without a name that would be called alike get their parents' names in front. A directory of runs stands for all of them.
-    Runs without a step are left out; ReportError if there are no others."""
+    without a name that would be called alike get their parents' names in front. A directory of runs stands for all of them: with a
+    name they are all seeds of that arm, else each is called by what ran. Runs without a step are left out; ReportError if there
+    are no others."""
     named = [split_name(text) for text in arguments]
     bare = [path.resolve() for name, path in named if not name]
     found: dict[str, list[Path]] = {}
     for name, path in named:
         resolved = path.resolve()
-        if not name and not (path / "metrics.jsonl").exists():
+        if not (path / "metrics.jsonl").exists():
             for arm, directories in arms(entries_below(path)).items():
-                found.setdefault(arm, []).extend(directories)
+                found.setdefault(name or arm, []).extend(directories)
             continue
         if entry(path).run is None:
             continue
@@ -61,14 +62,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m qarl_openrlhf.cli.report",
         description="Prints the summary table of runs and writes their pictures. One curve an arm; runs given the same NAME are "
-        "seeds of one arm. A directory of an ablation stands for all of its runs; several runs also get summary.csv, summary.md "
-        "and pictures by objective and by scheme.",
+        "seeds of one arm. A directory of runs stands for all of them, with a NAME as seeds of that arm; several runs also get "
+        "summary.csv, summary.md and pictures by objective and by scheme.",
     )
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]DIR", help="run directory with metrics.jsonl, or a directory of such")
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]DIR", help="run directory with metrics.jsonl, or a directory of such, or of an ablation")
     parser.add_argument("--out", default=None, help="where to write (default: into the directory given, or ./report for several)")
     parser.add_argument("--tokens", action="store_true", help="write tokens.html instead: recorded responses token by token")
     parser.add_argument("--steps", type=int, nargs="+", default=None, help="--tokens: which steps (default: up to 12 over the run)")
-    parser.add_argument("--until", type=int, default=None, metavar="STEP", help="leave out later steps: compare runs of different lengths")
+    parser.add_argument("--until", type=int, default=None, metavar="STEP", help="leave out later steps, and runs without earlier ones")
     args = parser.parse_args(argv)
     if args.until is not None and args.tokens:
         parser.error("--until leaves out steps of tables and pictures: with --tokens, give --steps")
@@ -102,7 +103,9 @@ def _report(args) -> None:
     if args.until is not None and not args.out:  # the whole run's pictures stay
         out /= f"until-{args.until}"
     report = write_report(runs, out, until=args.until)
-    entries, written = [each.cut(args.until) for each in entries_of(args.runs)], list(report.pictures)
+    entries, written = entries_of(args.runs), list(report.pictures)
+    if args.until is not None:  # what begins later is among the report's notes
+        entries = [each.cut(args.until) for each in entries if each.run is None or each.run.steps[0] <= args.until]
     if len(entries) <= MAX_COLUMNS:
         print(report.text)
     if len(entries) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Iterator
@@ -25,12 +26,17 @@ def why_unwritable(directory: str | os.PathLike) -> str | None:
         return f"nothing can be written to {here} ({error.strerror})"
 
 
+def _beside(path: Path) -> Path:
+    """A name that no other thread, process or host of a shared file system takes."""
+    return path.with_name(f".{path.name}.part{uuid.uuid4().hex[:16]}")
+
+
 @contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yields a temporary path beside `path`; renames it to `path` when the block ends, removes it when the block raises."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part{os.getpid()}")
+    part = _beside(path)
     try:
         yield part
         os.replace(part, path)
@@ -43,8 +49,7 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     """As `atomic_file` for a directory. `path` must not exist, or be empty: two writers cannot mix their files."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
+    part = _beside(path)
     part.mkdir()
     try:
         yield part

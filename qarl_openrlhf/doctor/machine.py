@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from qarl_openrlhf.data.files import why_unwritable
 from qarl_openrlhf.doctor.versions import SUPPORTED
 
 GIB = 2**30
@@ -24,7 +25,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Sizes in bytes. packages: installed versions, None where one is missing. nccl: its version, or why it does not load."""
+    """Sizes in bytes. packages: installed versions, None where one is missing. nccl: its version, or why it does not load.
+    unwritable: why nothing can be written to disk_path."""
 
     python: tuple[int, int]
     packages: dict[str, str | None]
@@ -42,6 +44,7 @@ class Machine:
     compiler: str | None
     open_files: int
     flash_attn: bool
+    unwritable: str | None = None
     errors: list[str] = field(default_factory=list)
 
     @classmethod
@@ -68,6 +71,7 @@ class Machine:
             compiler=shutil.which("g++"),
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             flash_attn=find_spec("flash_attn") is not None,
+            unwritable=why_unwritable(path),
             errors=[error] if error else [],
         )
 

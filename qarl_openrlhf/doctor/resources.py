@@ -128,6 +128,8 @@ def _disk(machine: Machine, parameters: int | None) -> list[Finding]:
     # FP32 master weights, two moments, the BF16 copy; the finished model and its export beside it.
     checkpoint = 14 * parameters if parameters else 0
     fix = "free some, or name another disk with --ckpt.path, --ckpt.output_dir and --metrics.dir (doctor --path)"
+    if machine.unwritable:
+        return [fail("disk", f"{machine.disk_path}: {machine.unwritable}", "name a directory that can be written to (doctor --path)")]
     if free < MIN_DISK:
         return [fail("disk", f"{free / GIB:.1f} GiB free {where}, at least {MIN_DISK / GIB:.0f} needed", fix)]
     if parameters and free < 4 * parameters + MIN_DISK:

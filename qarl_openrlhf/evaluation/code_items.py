@@ -35,7 +35,9 @@ the arguments of each test. Think first, then give the whole code in one block t
 ```
 
 {problem}"""
-BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.S | re.M | re.I)
+# A block of any language, so that none is entered at its end.
+BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^`\n]*\n(.*?)^[ \t]*```[ \t]*$", re.S | re.M)
+PYTHON = ("", "python", "python3", "py")
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,12 @@ def decode_tests(text: str, where: str) -> list[Test]:
 
 
 def find_program(response: str) -> str | None:
-    """The last closed block of code after the thinking; None without one."""
+    """The last closed block of Python, or of no named language, after the thinking; None without one."""
     if "</think>" in response:
         response = response.rsplit("</think>", 1)[1]
     elif "<think>" in response:
         return None
-    blocks = BLOCK.findall(response)
+    blocks = [code for language, code in BLOCK.findall(response) if language.lower() in PYTHON]
     return blocks[-1] if blocks and blocks[-1].strip() else None
 
 

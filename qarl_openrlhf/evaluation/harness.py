@@ -20,7 +20,7 @@ TASKS = {
     "gpqa-diamond": ("gpqa_diamond_cot_zeroshot", "exact_match,flexible-extract", None, "Idavidrein/gpqa"),
     "mmlu-pro": ("mmlu_pro", "exact_match,custom-extract", None, "TIGER-Lab/MMLU-Pro"),
 }
-SETTINGS = ("model", "scheme", "engine", "seed")  # of `Settings`, those that its scores depend on
+SETTINGS = ("model", "weights", "scheme", "engine", "seed")  # of `Settings`, those that its scores depend on
 INSTALL = "pip install --no-deps -r requirements/eval.txt"
 
 

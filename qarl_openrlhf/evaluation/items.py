@@ -31,7 +31,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that changes a score. max_tokens: of a response."""
+    """Everything that changes a score. max_tokens: of a response; weights: which files of a local model, "" for one on the hub."""
 
     model: str
     scheme: str
@@ -42,6 +42,7 @@ class Settings:
     template: str
     chat: bool
     seed: int
+    weights: str = ""
 
     def to_dict(self) -> dict:
         return asdict(self)

@@ -9,6 +9,7 @@ from qarl_openrlhf.evaluation.grade import CodeGrader, MathGrader
 from qarl_openrlhf.evaluation.items import Item, Settings
 from qarl_openrlhf.evaluation.records import Records
 from qarl_openrlhf.evaluation.scores import task_scores
+from qarl_openrlhf.rewards.answers import with_opened_thinking
 
 RESPONSES_AT_ONCE = 2048  # what is lost when a run is stopped, and what an engine has to batch
 
@@ -40,13 +41,18 @@ class Runner:
         from vllm import SamplingParams
 
         s = self.settings
-        prompts = [{"prompt_token_ids": self.token_ids(item)} for item in items]
+        tokenizer, texts = self.llm.get_tokenizer(), [self.prompt_text(item) for item in items]
+        prompts = [{"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]} for text in texts]
         params = [
             SamplingParams(n=k, temperature=s.temperature, top_p=s.top_p, max_tokens=s.max_tokens, seed=item.seed(s.seed))
             for item in items
         ]
         outputs = [output.outputs for output in self.llm.generate(prompts, params, use_tqdm=False)]
-        answers = [self.grader.answer(sample.text) for samples in outputs for sample in samples]
+        answers = [
+            self.grader.answer(with_opened_thinking(text, sample.text))
+            for text, samples in zip(texts, outputs, strict=True)
+            for sample in samples
+        ]
         owners = [item for item, samples in zip(items, outputs, strict=True) for _ in samples]
         verdicts = iter(zip(answers, self.grader.verdicts(answers, owners), strict=True))
         return [
@@ -71,11 +77,10 @@ class Runner:
             "text": sample.text,
         }
 
-    def token_ids(self, item: Item) -> list[int]:
+    def prompt_text(self, item: Item) -> str:
         """The prompt as training would build it: the template, then the tokenizer's chat template if `chat`."""
-        tokenizer = self.llm.get_tokenizer()
         text = item.prompt(self.settings.template)
-        if self.settings.chat:
-            chat = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not self.settings.chat:
+            return text
+        chat = [{"role": "user", "content": text}]
+        return self.llm.get_tokenizer().apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

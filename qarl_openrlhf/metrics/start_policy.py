@@ -32,7 +32,8 @@ class StartPolicy:
 
     @classmethod
     def of(cls, experiences: list, *, count: int, max_length: int) -> "StartPolicy":
-        """The first ``count`` of single ``Experience``s that have tokens, fit an engine's prompt and together MAX_TOKENS."""
+        """The first ``count`` of single ``Experience``s, given in random order, that have tokens and fit an engine's prompt; fewer where
+        the next would make it more than MAX_TOKENS (the next that fits would be a short one: a choice by length)."""
         responses, room = [], MAX_TOKENS
         for experience in experiences:
             here = experience.attention_mask.flatten().bool()
@@ -41,8 +42,10 @@ class StartPolicy:
             mask = experience.action_mask.flatten().bool()[steps].tolist()
             log_probs = experience.rollout_log_probs.flatten()[steps].float()
             finite = bool(log_probs.isfinite()[torch.tensor(mask, dtype=torch.bool)].all())
-            if not any(mask) or not finite or len(ids) > min(max_length, room):
+            if not any(mask) or not finite or len(ids) > min(max_length, MAX_TOKENS):
                 continue
+            if len(ids) > room:
+                break
             responses.append({"ids": ids, "mask": [int(m) for m in mask], "log_probs": [round(x, 6) for x in log_probs.tolist()]})
             room -= len(ids)
             if len(responses) == count:

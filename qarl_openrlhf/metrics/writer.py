@@ -13,7 +13,7 @@ PASS_1 = "_pass1"
 class MetricsWriter:
     """Appends to ``<directory>/metrics.jsonl``; notes go to ``notes.jsonl``, held-out evaluations to ``evaluations.jsonl``.
 
-    A resumed run appends to the same file: steps it does again appear twice and the later line counts.
+    A resumed run appends to the same file: steps it does again appear twice; the later line counts, and no later step of before (report/branch.py).
     """
 
     def __init__(self, directory: str):

@@ -15,8 +15,8 @@ PAPER_RESPONSE_LENGTH = 16384  # tokens; what the paper's bands belong to
 BY_LENGTH = "sqrt(16384 / mean response length)"
 
 PRESETS: dict[str, dict[str, object]] = {
-    # An arm is its objective with the defaults of the paper. onpolicy_grpo comes with Objective.on_policy, from which
-    # the trainer sets and checks one optimizer step a rollout.
+    # An arm is its objective with the defaults of the paper. onpolicy_grpo comes with Objective.on_policy, by which
+    # flags that make more than one optimizer step a rollout are refused.
     **{name: {"objective.name": name} for name in list_objectives()},
     # Sequence bands for responses far shorter than the paper's.
     **{

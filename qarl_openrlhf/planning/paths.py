@@ -6,8 +6,8 @@ from qarl_openrlhf.config import ConfigError
 
 
 def looks_local(name: str) -> bool:
-    """Whether ``name`` can only be a path of this machine: hub names have no such beginning."""
-    return name.startswith(("/", "./", "../", "~")) or name in (".", "..")
+    """Whether ``name`` can only have been meant as a path of this machine: the hub's are NAME or OWNER/NAME."""
+    return name.startswith(("/", "./", "../", "~")) or name in (".", "..") or (name.count("/") > 1 and "://" not in name)
 
 
 def require_file(flag: str, path: str, meaning: str) -> None:

@@ -17,6 +17,7 @@ from qarl_openrlhf.planning.paths import looks_local
 
 MODELS = ("actor.model_name_or_path", "critic.model_name_or_path", "reward.model_name_or_path")
 DATASETS = ("data.prompt_dataset", "eval.dataset")
+FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # what OpenRLHF reads as a file; other names go to the hub
 TIMEOUT_S = 5.0
 
 
@@ -87,8 +88,8 @@ def _go_offline(*, always: bool = False) -> None:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is, or can only have been meant as, a path of this machine (or a URL): the hub's are NAME or OWNER/NAME."""
-    return not name or looks_local(name) or os.path.exists(name) or "://" in name or name.count("/") > 1
+    """Whether a name is, or can only have been meant as, a path of this machine (or a URL)."""
+    return not name or looks_local(name) or os.path.exists(name) or "://" in name
 
 
 def hub_names(flat) -> list[Wanted]:
@@ -98,7 +99,7 @@ def hub_names(flat) -> list[Wanted]:
         for flag in flags:
             for name in (getattr(flat, flag) or "").split(","):
                 name = name.split("@")[0].strip()
-                if not is_local(name) and not (kind == "datasets" and os.path.splitext(name)[1]):
+                if not is_local(name) and not (kind == "datasets" and name.endswith(FORMATS)):  # a file, which preflight looks for
                     found.append(Wanted(f"--{flag}", kind, name))
     return found
 

@@ -5,9 +5,9 @@ import os
 
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.paths import looks_local, require_file
+from qarl_openrlhf.preflight.hub import FORMATS
 from qarl_openrlhf.preflight.rows import count_rows
 
-FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # what OpenRLHF reads as a file; other names go to the hub
 
 
 def check_template(flat) -> None:
@@ -88,7 +88,7 @@ def _rows(args, flag: str, name: str, columns: dict[str, type]) -> int | None:
     if extension not in FORMATS:
         if os.path.isfile(path) and extension != ".py":
             raise ConfigError(f"--{flag} {path}: files ending in {extension or 'nothing'} are not read; use one of {', '.join(FORMATS)}")
-        if looks_local(path):
+        if looks_local(path) or (extension and "/" not in path):  # the hub has no set of such a name without an owner
             raise ConfigError(f"--{flag} {path} does not exist: give a file ({', '.join(FORMATS)}), a directory, or a name on the hub")
         return None
     require_file(flag, path, f"a file ({', '.join(FORMATS)}), a directory, or a name on the hub")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.paths import looks_local, require_file
+from qarl_openrlhf.rewards import math_options
 
 
 def check_reward(args) -> None:
@@ -22,6 +23,11 @@ def check_reward(args) -> None:
         if len(entries) > 1:
             raise ConfigError(f"--reward.remote_url {entry}: a Python file stands alone, only URLs may be several")
         _check_file("reward.remote_url", entry, "reward_func", "def reward_func(queries, prompts, labels, **kwargs)", positional=3)
+        if os.path.samefile(entry, os.path.join(os.path.dirname(math_options.__file__), "math.py")):
+            try:
+                math_options.MathOptions.from_environment()
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
     name = args.reward.model_name_or_path
     if not entries and name and looks_local(name):
         if not os.path.isdir(name):

@@ -27,10 +27,12 @@ def export_checkpoint(
     scheme: QuantScheme,
     tokenizer=None,
     max_shard_size: str = "5GB",
+    generation_config=None,
 ) -> None:
-    """Write safetensors, config.json (with ``quantization_config``) and the tokenizer to ``out_dir``.
+    """Write safetensors, config.json (with ``quantization_config``), generation_config.json and the tokenizer to ``out_dir``.
 
     source: a converted model, or its :func:`published_tensors`. config: the model's Hugging Face config (not changed).
+    generation_config: of a model that is given as its tensors.
     Everything is written to a directory beside ``out_dir`` that then takes its place, so a crash leaves no half-written one.
     QuantError if something other than an earlier export is there.
     """
@@ -49,10 +51,10 @@ def export_checkpoint(
         os.chmod(written, 0o755)
         _write_tensors(tensors, written, max_shard_size)
         config.save_pretrained(written)
-        generation_config = getattr(model, "generation_config", None)
-        for part in (generation_config, tokenizer):
-            if part is not None:
-                part.save_pretrained(written)
+        if generation_config := getattr(model, "generation_config", generation_config):
+            generation_config.to_json_file(Path(written, "generation_config.json"))  # save_pretrained refuses what some models come with
+        if tokenizer is not None:
+            tokenizer.save_pretrained(written)
         Path(written, MARKER).write_text(f"{scheme}\n", encoding="utf-8")
         put_in_place(written, target)
     finally:

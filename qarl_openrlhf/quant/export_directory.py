@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qarl_openrlhf.quant import expert_names
 from qarl_openrlhf.quant.convert import ConversionReport, convert_model, published_tensors
@@ -50,7 +50,7 @@ def bf16_directory(source: str, out: str | Path, *, model: str | None = None, ta
         here = list(tensors[name].shape) if name in tensors else "missing"
         there = list(expected[name]) if name in expected else "missing"
         raise QuantError(f"{step} is no checkpoint of {model}: {name} is {here} here, {there} there ({len(wrong)} parameters differ)")
-    export_checkpoint(tensors.items(), config, str(out), BF16, tokenizer=_tokenizer(model))
+    export_checkpoint(tensors.items(), config, str(out), BF16, tokenizer=_tokenizer(model), generation_config=_generation_config(model))
     return str(out)
 
 
@@ -129,6 +129,14 @@ def _model(directory: str) -> nn.Module:
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
+
+
+def _generation_config(source: str) -> GenerationConfig | None:
+    """The model's own, whose end tokens an engine stops at besides the tokenizer's; None without one."""
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except Exception:  # none, or a broken one: what is made from config.json does
+        return None
 
 
 def _tokenizer(source: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from qarl_openrlhf.report.runs import ReportError, Run, load_run
 
 STATUS = "status.json"  # written by cli.ablate_objectives
 UNFINISHED = "not finished"
+STATES = {"finished": "finished", "failed": "failed", "running": "unfinished"}  # of status.json -> of the summary
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,22 @@ class Identity:
 @dataclass
 class Entry:
     """One run of a set. ``run`` is None for one that never wrote a step; ``failure`` says why a run did not end; ``notes``: what
-    could not be read of it."""
+    could not be read of it. ``state``: "finished", "failed", "unfinished", or "unknown" for a run that no ablation watched: whether
+    it ended or was killed is written nowhere."""
 
     identity: Identity
     directory: Path
     run: Run | None
     failure: str | None = None
     notes: list[str] = field(default_factory=list)
+    state: str = "unknown"
 
     def cut(self, until: int | None) -> "Entry":
-        """The same run up to step `until`; how it ended after that step is no longer told."""
+        """The same run up to step `until`; how it ended after that step is no longer told: it counts as finished."""
         if until is None or self.run is None:
             return self
-        reached = self.run.steps[-1] >= until
-        return replace(self, run=self.run.cut(until), failure=None if reached else self.failure)
+        cut = replace(self, run=self.run.cut(until))
+        return replace(cut, failure=None, state="finished") if self.run.steps[-1] >= until else cut
 
 
 def identify(directory: Path) -> Identity:
@@ -70,7 +74,8 @@ def entries_below(directory: Path) -> list[Entry]:
     """Every run in or below `directory`, also those of an ablation that never wrote a step, but not what a later run moved out
     of its way; ReportError if there is none."""
     directory = Path(directory)
-    found = {path.parent for name in (STATUS, "metrics.jsonl") for path in directory.rglob(name)}
+    # Not rglob, which fails where a run that is training removes a checkpoint meanwhile.
+    found = {Path(place) for place, _, files in os.walk(directory, followlinks=False) if {STATUS, "metrics.jsonl"} & set(files)}
     found = {path for path in found if path == directory or not is_earlier(path)}
     if not found and (directory / "run.json").is_file():
         raise ReportError(f"{directory} has no steps yet: the run has begun, or ended before its first")
@@ -83,15 +88,16 @@ def entry(directory: Path) -> Entry:
     """One run directory: its steps so far and, if an ablation saw it fail, why. One without steps has just begun."""
     status = _read(directory / STATUS) or {}
     notes = [f"{directory / n} is no JSON object, left out" for n in (STATUS, "run.json") if (directory / n).exists() and _read(directory / n) is None]
-    failure = {"failed": str(status.get("reason")), "running": UNFINISHED}.get(str(status.get("state")))
+    state = STATES.get(str(status.get("state")), "unknown")
+    failure = {"failed": str(status.get("reason")), "unfinished": UNFINISHED}.get(state)
     try:
         run = load_run(directory)
     except ReportError as error:
         run = None
         if not status:
-            failure = UNFINISHED
+            failure, state = UNFINISHED, "unfinished"
             notes.append(f"{error}: left out")
-    return Entry(identify(directory), directory, run, failure, notes)
+    return Entry(identify(directory), directory, run, failure, notes, state)
 
 
 def arms(entries: list[Entry]) -> dict[str, list[Path]]:

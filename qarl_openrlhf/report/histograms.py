@@ -9,6 +9,7 @@ import numpy as np
 
 from qarl_openrlhf.data.lines import read_objects
 from qarl_openrlhf.metrics.records import HISTOGRAMS
+from qarl_openrlhf.report.branch import current_branch, with_steps
 from qarl_openrlhf.report.runs import Run
 
 
@@ -34,18 +35,17 @@ class Histograms:
 
 
 def load_histograms(directory: Path) -> Histograms | None:
-    """The counts of the run in `directory`, None if it has none. A step written twice (after a resume) is the later one;
-    the unfinished line of a killed process is skipped."""
+    """The counts of the run in `directory`, None if it has none. Of one that was resumed, those of the steps that led
+    to its last one; the unfinished line of a killed process is skipped."""
     path = Path(directory) / HISTOGRAMS
     if not path.is_file():
         return None
-    found = None
-    for row in read_objects(path):
-        if {"axes", "bins"} <= row.keys():
-            found = found or Histograms(row["axes"], row["bins"], {})
-        elif found is not None and {"step", "counts"} <= row.keys():
-            found.steps[row["step"]] = row["counts"]
-    return found
+    rows = read_objects(path)
+    header = next((row for row in rows if {"axes", "bins"} <= row.keys()), None)
+    if header is None:
+        return None
+    counted = current_branch(with_steps([row for row in rows if "counts" in row])).rows
+    return Histograms(header["axes"], header["bins"], {row["step"]: row["counts"] for row in counted})
 
 
 def total_of(runs: list[Run], name: str) -> tuple[np.ndarray, Histograms] | None:

@@ -21,6 +21,8 @@ PHASE_COLORS = {
     "other": "#bbbbbb",
 }
 MAX_INSIDE, LEGEND_WIDTH = 5, 1.9  # entries of a legend that stands in a panel; inches of one that stands beside it
+OVERLAP = 1.05  # phases that sum to more than this many times the step overlap
+MAX_BARS = 100  # bars of more steps are narrower than their edges
 Arms = dict[str, list[Run]]
 
 
@@ -185,15 +187,40 @@ def step_time(arms: Arms) -> Figure | None:
         bars = [(index, phase_seconds(run)) for index, (_, run) in enumerate(runs)]
         axis.set_xticks(range(len(runs)), [name for name, _ in runs])
         axis.set(title="Mean step time by phase (first step left out)", ylabel="seconds")
-    positions, bottom = [p for p, _ in bars], [0.0] * len(bars)
-    for phase, color in PHASE_COLORS.items():
-        heights = [seconds.get(phase, 0.0) for _, seconds in bars]
-        if any(heights):
-            # A thin white edge keeps neighbouring phases apart.
-            axis.bar(positions, heights, bottom=bottom, color=color, label=phase, width=0.8, edgecolor="white", linewidth=0.5)
-            bottom = [b + h for b, h in zip(bottom, heights)]
+    _phases(axis, [p for p, _ in bars], [seconds for _, seconds in bars], of_one_run=len(runs) == 1)
     figure.legend(*axis.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside right upper")
     return figure
+
+
+def _phases(axis, positions: list[int], seconds: list[dict[str, float]], *, of_one_run: bool) -> None:
+    """A stack of phases at each position. Where they overlap, as in asynchronous runs, a stack would be taller than the step: the
+    phases stand beside each other then (a curve each, in one run), with the step's own time."""
+    heights = {phase: [each.get(phase, 0.0) for each in seconds] for phase in PHASE_COLORS}
+    heights = {phase: values for phase, values in heights.items() if any(values)}
+    timed = [(sum(v for phase, v in each.items() if phase != "step"), each["step"]) for each in seconds if "step" in each]
+    # Of one run as a whole: single steps of a synchronous run may be measured badly.
+    pairs = [tuple(map(sum, zip(*timed)))] if of_one_run and timed else timed
+    if any(together > OVERLAP * step for together, step in pairs):
+        step_times = [each.get("step", float("nan")) for each in seconds]
+        for index, (phase, values) in enumerate(heights.items()):
+            if of_one_run:
+                axis.plot(positions, values, color=PHASE_COLORS[phase], linewidth=1.4, label=phase)
+            else:
+                width = 0.8 / len(heights)
+                places = [p - 0.4 + (index + 0.5) * width for p in positions]
+                axis.bar(places, values, color=PHASE_COLORS[phase], label=phase, width=width)
+        style = {"linewidth": 1.8} if of_one_run else {"linestyle": "none", "marker": "_", "markersize": 22, "markeredgewidth": 2}
+        axis.plot(positions, step_times, color="black", label="step (phases overlap)", **style)
+        axis.set_ylim(bottom=0)
+        return
+    if len(positions) > MAX_BARS:
+        axis.stackplot(positions, *heights.values(), colors=[PHASE_COLORS[p] for p in heights], labels=list(heights), step="mid", linewidth=0)
+        return
+    bottom = [0.0] * len(positions)
+    for phase, values in heights.items():
+        # A thin white edge keeps neighbouring phases apart.
+        axis.bar(positions, values, bottom=bottom, color=PHASE_COLORS[phase], label=phase, width=0.8, edgecolor="white", linewidth=0.5)
+        bottom = [b + h for b, h in zip(bottom, values)]
 
 
 def entropy(arms: Arms) -> Figure | None:

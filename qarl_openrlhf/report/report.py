@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qarl_openrlhf.data.files import atomic_file
 from qarl_openrlhf.report import plots, table, token_plots
-from qarl_openrlhf.report.runs import load_run
+from qarl_openrlhf.report.runs import ReportError, Run, load_run
 
 PICTURES = plots.PLOTS | token_plots.TOKEN_PLOTS
 FILES = ("report.txt", "tokens.html", *(f"{name}.png" for name in PICTURES))  # what reports write into a run directory
@@ -27,11 +27,10 @@ def write_report(arms: dict[str, list[str | os.PathLike]], out: str | os.PathLik
     """Reads the runs of each arm ({name: [run directory, ...]}) up to step `until` and writes NAME.png files and report.txt
     into `out`.
 
-    A picture whose metrics no run has, or with shares of 0 alone, is skipped with a note. Raises ReportError for a directory
-    without metrics.
+    A picture whose metrics no run has, or with shares of 0 alone, is skipped with a note, as is a run without a step up to
+    `until`. Raises ReportError for a directory without metrics, and when no run is left.
     """
-    runs = {name: [load_run(directory).cut(until) for directory in directories] for name, directories in arms.items()}
-    notes = [note for group in runs.values() for run in group for note in run.notes]
+    runs, notes = _load(arms, until)
     out = Path(out)
     pictures = []
     for name, draw in PICTURES.items():
@@ -46,3 +45,20 @@ def write_report(arms: dict[str, list[str | os.PathLike]], out: str | os.PathLik
     with atomic_file(out / "report.txt") as part:
         part.write_text(text, encoding="utf-8")
     return Report(text, pictures, notes)
+
+
+def _load(arms: dict[str, list[str | os.PathLike]], until: int | None) -> tuple[dict[str, list[Run]], list[str]]:
+    runs: dict[str, list[Run]] = {}
+    notes, too_late = [], []
+    for name, directories in arms.items():
+        for run in map(load_run, directories):
+            try:
+                cut = run.cut(until)
+            except ReportError as error:
+                too_late.append(str(error))
+            else:
+                runs.setdefault(name, []).append(cut)
+                notes += run.notes
+    if not runs:
+        raise ReportError("; ".join(too_late))
+    return runs, notes + [f"{reason}: left out" for reason in too_late]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qarl_openrlhf.data.lines import read_lines
+from qarl_openrlhf.report.branch import Branch, current_branch, step_of
 
 
 class ReportError(ValueError):
@@ -17,7 +18,7 @@ class ReportError(ValueError):
 
 @dataclass
 class Run:
-    """Steps of one run in order; a step written twice (after a resume) is the later one."""
+    """Steps of one run in order; of one that was resumed, those that led to its last step."""
 
     directory: Path
     rows: list[dict]
@@ -60,25 +61,35 @@ def load_run(directory: str | os.PathLike) -> Run:
         raise ReportError(f"{directory} has no steps yet: the run has begun, or ended before its first")
     if not path.is_file():
         raise ReportError(f"{path} does not exist: is {directory} a run directory (--metrics.dir)?")
-    rows, notes = _read_steps(path)
-    if not rows:
+    steps, notes = _read_steps(path)
+    if not steps.rows:
         raise ReportError(f"{path} has no steps yet")
     evaluations, more = _read_steps(directory / "evaluations.jsonl")
-    return Run(directory, rows, notes + more, evaluations)
+    # A resumed run has none of its own before it comes to a step that is evaluated: those of before are known by their time.
+    restarts = [(row["step"], row["time"]) for row in steps.restarts if _is_number(row.get("time"))]
+
+    def stale(row: dict) -> bool:
+        return _is_number(row.get("time")) and any(row["step"] >= step and row["time"] < time for step, time in restarts)
+
+    evaluations = evaluations.without(stale)
+    notes += more + steps.note(f"metrics.jsonl of {directory.name}") + evaluations.note(f"evaluations.jsonl of {directory.name}")
+    return Run(directory, steps.rows, notes, evaluations.rows)
 
 
-def _read_steps(path: Path) -> tuple[list[dict], list[str]]:
+def _read_steps(path: Path) -> tuple[Branch, list[str]]:
     """Rows in order of their steps, and notes on lines that are none; nothing where there is no file."""
-    rows: dict[int, dict] = {}
-    notes = []
+    rows, notes = [], []
     for number, line in enumerate(read_lines(path) if path.is_file() else (), 1):
         try:
             row = json.loads(line)
-            step = int(row["step"])
-            rows[step] = row | {"step": step}
-        except (ValueError, TypeError, KeyError, OverflowError):  # OverflowError: a step of Infinity
+        except ValueError:
+            row = None
+        step = step_of(row)
+        if step is None:
             notes.append(f"{path.name} of {path.parent.name}: line {number} is no step, skipped")
-    return [rows[step] for step in sorted(rows)], notes
+        else:
+            rows.append(row | {"step": step})
+    return current_branch(rows), notes
 
 
 def _is_number(value) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from qarl_openrlhf.data.files import atomic_file
 from qarl_openrlhf.metrics.writer import accuracies
 from qarl_openrlhf.report.collapse import collapse_reason, smoothed
-from qarl_openrlhf.report.discover import UNFINISHED, Entry
+from qarl_openrlhf.report.discover import Entry
 from qarl_openrlhf.report.runs import mean
 from qarl_openrlhf.report.table import EDGE, phase_seconds
 
@@ -31,13 +31,14 @@ SPREAD = {
     **{c: (t, f) for c, (_, t, f) in LAST.items()},
     "step_seconds": ("s a step", "{:.1f}"),
 }
+WHOLE = ("finished", "unknown")  # states of runs whose last steps are taken for their end
 
 
 def row(entry: Entry) -> dict:
     """The run's line of summary.csv; figures that it did not measure are None."""
     identity, run = entry.identity, entry.run
     figures = {"objective": identity.objective, "scheme": identity.scheme, "seed": identity.seed}
-    figures["status"] = "finished" if entry.failure is None else "unfinished" if entry.failure == UNFINISHED else "failed"
+    figures["status"] = entry.state
     rewards = run.series("rollout/reward_mean")[1] if run else []
     reason = (collapse_reason(run) if run else None) or entry.failure
     figures |= {
@@ -77,6 +78,7 @@ def markdown(rows: list[dict]) -> str:
     arms: dict[tuple[str, str], list[dict]] = {}
     for r in rows:
         arms.setdefault((r["objective"], r["scheme"]), []).append(r)
+    whole = {arm: [r for r in group if r["status"] in WHOLE] for arm, group in arms.items()}
     columns = [c for c in SPREAD if any(r[c] is not None for r in rows)]
     lines = [
         "Mean ± standard deviation over seeds. Rewards: mean of the last five steps (final), best running mean of five steps; "
@@ -87,17 +89,32 @@ def markdown(rows: list[dict]) -> str:
         "|---|---|---|---|" + "---|" * (len(columns) + 1),
     ]
     for (objective, scheme), group in arms.items():
-        cells = [_with_spread([r[c] for r in group if r[c] is not None], SPREAD[c][1]) for c in columns]
+        shown = whole[objective, scheme] or group
+        cells = [_with_spread([r[c] for r in shown if r[c] is not None], SPREAD[c][1]) for c in columns]
         steps = "/".join(dict.fromkeys(str(r["steps"]) for r in group))
         collapsed = sum(r["collapsed"] == "yes" for r in group)
         failed = sum(r["status"] == "failed" for r in group)
         verdict = f"{collapsed} of {len(group)}" + (f", {failed} failed" if failed else "")
         lines.append(f"| {objective} | {scheme} | {len(group)} | {steps} | " + " | ".join(cells) + f" | {verdict} |")
+    lines += _left_out(arms, whole)
     told = [f"- {r['objective']} {r['scheme']} seed {r['seed']}, {r['status']}: {r['reason']}" for r in rows if r["reason"]]
     if told:
         lines += ["", "Collapsed or failed:", "", *told]
-    lines += ["", *_comparison(arms)]
+    lines += ["", *_comparison(whole)]
     return "\n".join(lines) + "\n"
+
+
+def _left_out(arms: dict[tuple[str, str], list[dict]], whole: dict[tuple[str, str], list[dict]]) -> list[str]:
+    """Which runs with steps are in no mean, and which arms' figures are those of runs that have not come to their end."""
+    apart, only = [], []
+    for arm, group in arms.items():
+        begun = [f"seed {r['seed']}, {r['status']} at {r['steps']} steps" for r in group if r["steps"] and r["status"] not in WHOLE]
+        if begun:
+            (apart if whole[arm] else only).append(f"- {' '.join(arm).strip()}: {'; '.join(begun)}")
+    lines = ["", "Left out of the means and of the comparison, not being finished:", "", *apart] if apart else []
+    if only:
+        lines += ["", "No run of these arms is finished: their figures are those of the runs so far, and are not compared:", "", *only]
+    return lines
 
 
 def _comparison(arms: dict[tuple[str, str], list[dict]]) -> list[str]:

@@ -12,6 +12,7 @@ from qarl_openrlhf.metrics.error_tokens import LOW_PROBABILITY
 from qarl_openrlhf.metrics.records import TOKENS
 from qarl_openrlhf.metrics.token_records import EDGE_TOKENS
 from qarl_openrlhf.objectives import REGIONS
+from qarl_openrlhf.report.branch import current_branch, with_steps
 from qarl_openrlhf.report.runs import ReportError
 
 MAX_STEPS = 12
@@ -34,7 +35,9 @@ LEGEND = (
     '<span class="below">ratio below the band</span> <span class="above">ratio above it</span> '
     '<span class="rejected">response rejected by its weight</span> '
     f'<span class="unlikely">old probability under {LOW_PROBABILITY:g}</span></div>'
-    "<p>Stronger colour: larger push, as a multiple of the response's |advantage|. Hover over a token for its numbers.</p>"
+    "<p>Stronger colour: larger push, as a multiple of the response's |advantage|. Hover over a token for its numbers. "
+    f"Of a response of more than {2 * EDGE_TOKENS} tokens the first and last {EDGE_TOKENS} are recorded: "
+    "its mean Δ and its counts by band are of those alone.</p>"
 )
 
 
@@ -59,20 +62,33 @@ def write_tokens_page(directory: Path, out: Path | None = None, steps: list[int]
 
 
 def load_records(directory: Path) -> dict[int, list[dict]]:
-    """{step: its recorded responses}; of a step written twice (after a resume) the later ones."""
+    """{step: its recorded responses}; of a run that was resumed, those of the steps that led to its last one."""
     path = Path(directory) / TOKENS
     if not path.is_file():
         raise ReportError(f"{path} does not exist: is {directory} a run directory (--metrics.dir) with a finished step?")
-    latest: dict[tuple[int, str], dict] = {}
-    for row in read_objects(path):
-        if FIELDS <= row.keys():
-            latest[row["step"], row["why"]] = row
+    rows = current_branch(with_steps([row for row in read_objects(path) if FIELDS <= row.keys()]), several=True).rows
+    metrics = Path(directory) / "metrics.jsonl"
+    steps = current_branch(with_steps(read_objects(metrics) if metrics.is_file() else []))
+    if steps.restarts:
+        # Few steps are recorded: a resumed run may not have come to one yet that shows that the later ones are of before.
+        # Responses are written before their step's line of metrics.jsonl, hence the 1.
+        rows = [row for row in rows if row["step"] <= steps.rows[-1]["step"] + 1]
     by_step: dict[int, list[dict]] = {}
-    for (step, _), row in latest.items():
-        by_step.setdefault(step, []).append(row)
+    for row in rows:
+        by_step.setdefault(row["step"], []).append(row)
     if not by_step:
         raise ReportError(f"{path} has no responses yet")
-    return by_step
+    return {step: _last_written(responses) for step, responses in by_step.items()}
+
+
+def _last_written(responses: list[dict]) -> list[dict]:
+    """Those of a step that was recorded last: each is chosen for another reason. A step may have been done twice in a row."""
+    latest: dict[str, dict] = {}
+    for row in reversed(responses):
+        if row["why"] in latest:
+            break
+        latest[row["why"]] = row
+    return list(latest.values())[::-1]
 
 
 def _response(record: dict) -> str:
@@ -83,15 +99,17 @@ def _response(record: dict) -> str:
         *([] if record["reward"] is None else [f"reward {record['reward']:g}"]),
         f"{len(record['ids']) + record['left_out']} tokens",
         f"update {record['update']} of the rollout",
-        *([f"{sum(c - o for c, o in zip(record['current'], record['old'])) / max(1, len(record['ids'])):+.2e} mean Δ"]),
-        *([", ".join(c for c in counts if not c.startswith("0 "))] if counts else []),
     ]
+    figures = [f"{sum(c - o for c, o in zip(record['current'], record['old'])) / max(1, len(record['ids'])):+.2e} mean Δ"]
+    figures += [", ".join(c for c in counts if not c.startswith("0 "))] if counts else []
+    if record["left_out"]:
+        figures = [f"of the {len(record['ids'])} tokens shown: {figures[0]}", *figures[1:]]
     tokens = [_token(record, i) for i in range(len(record["ids"]))]
     if record["left_out"]:
         tokens.insert(EDGE_TOKENS, f'<span class="gap"> [{record["left_out"]} tokens left out] </span>')
     prompt = html.escape(record["prompt"] or "")
     return (
-        f'<div class="response"><p>{html.escape(" · ".join(facts))}</p>'
+        f'<div class="response"><p>{html.escape(" · ".join(facts + figures))}</p>'
         f'<div class="text"><span class="prompt">{prompt}</span>{"".join(tokens)}</div></div>'
     )
 

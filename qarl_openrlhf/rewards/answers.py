@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 
 # OpenRLHF decodes with special tokens: an end-of-turn token is no part of the answer.
-END_TOKEN = re.compile(r"<(?:\|[^<>|]{1,60}\||/s|end_of_turn|eos)>\Z")
+END_TOKEN = re.compile(r"<(?:[|｜][^<>|｜]{1,60}[|｜]|/s|end_of_turn|eos)>\Z")  # DeepSeek's bars are wide ones
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BETWEEN_BOXES = re.compile(r"(?:\$|,|;|\s|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\[()\[\]]|\\q?quad)*\Z")
-ANNOUNCED = re.compile(r"(?:####|\banswers?\s*(?:is|are|:|=)\s*:?|\banswer\b\*\*:?)", re.I)
+# Not a heading of the fourth level: what follows GSM8K's mark is the answer.
+ANNOUNCED = re.compile(r"(?:####(?=[ \t]*[-+$\\(\[{.\d])|\banswers?\s*(?:is|are|:|=)\s*:?|\banswer\b\*\*:?)", re.I)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.S)
 
 MAX_ANSWER_CHARS = 1000  # a longer "answer" is text; judging it would cost seconds
@@ -29,6 +30,11 @@ def strip_end(response: str) -> tuple[str, bool]:
     while match := END_TOKEN.search(text, max(0, len(text) - 64)):
         text, ended = text[: match.start()].rstrip(), True
     return text, ended
+
+
+def with_opened_thinking(prompt: str, response: str) -> str:
+    """The response with the <think> that a chat template has put at the end of its prompt."""
+    return f"<think>{response}" if prompt.rstrip().endswith("<think>") else response
 
 
 def find_answer(response: str, *, boxed_only: bool = False) -> str | None:

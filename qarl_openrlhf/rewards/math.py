@@ -19,7 +19,7 @@ or arguments of a reward file of your own:
 
 from __future__ import annotations
 
-from qarl_openrlhf.rewards.answers import find_answer, strip_end
+from qarl_openrlhf.rewards.answers import find_answer, strip_end, with_opened_thinking
 from qarl_openrlhf.rewards.math_options import MathOptions
 from qarl_openrlhf.rewards.reasoning_gym import response_of
 
@@ -44,7 +44,8 @@ def make_reward(**given):
     options = MathOptions.from_environment(**given)
 
     def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:
-        results = [score(response_of(q, p), label, options) for q, p, label in zip(queries, prompts, labels, strict=True)]
+        responses = [with_opened_thinking(p, response_of(q, p)) for q, p in zip(queries, prompts, strict=True)]
+        results = [score(response, label, options) for response, label in zip(responses, labels, strict=True)]
         scores = [float(right) for right, _ in results]
         rewards = [1.0 if right else options.wrong for right, _ in results]
         if len(results) == 1:

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
 # OpenRLHF decodes with special tokens: an end-of-turn token is no part of the answer.
-END_TOKENS = re.compile(r"(?:<\|[^<>|]*\|>|</s>|\s)+\Z")
+END_TOKENS = re.compile(r"(?:<[|｜][^<>|｜]*[|｜]>|</s>|\s)+\Z")
 
 
 @lru_cache(maxsize=None)

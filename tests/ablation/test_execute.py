@@ -2,15 +2,20 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 
-from qarl_openrlhf.ablation.execute import LOG, execute, last_error, launch_here, only_one_in
+from qarl_openrlhf.ablation import execute as execute_module
+from qarl_openrlhf.ablation.execute import execute, last_error, only_one_in
+from qarl_openrlhf.ablation.launch import LOG, Stopped, launch_here
 from qarl_openrlhf.ablation.plan import PlannedRun, PlanError
-from qarl_openrlhf.ablation.status import is_finished, read_status
+from qarl_openrlhf.ablation.status import entries_so_far, is_finished, read_status
 from qarl_openrlhf.metrics.writer import MetricsWriter
 from qarl_openrlhf.report.discover import Identity, entries_below
 from qarl_openrlhf.report.summary import write_summary
@@ -26,7 +31,7 @@ class Trainer:
     def __init__(self, failing=()):
         self.failing, self.launched = failing, []
 
-    def __call__(self, run, flags):
+    def __call__(self, run, flags, stop):
         self.launched.append((run.identity.objective, flags))
         if run.identity.objective in self.failing:
             (run.directory / LOG).write_text("Traceback\nqarl_openrlhf.sync.errors.SyncError: engine 0 died\ncleaning up\n")
@@ -64,13 +69,100 @@ def test_other_flags_in_the_same_place_are_refused(tmp_path):
 
 
 def test_jobs_side_by_side(tmp_path):
-    def launch(run, flags):
+    def launch(run, flags, stop):
         time.sleep(0.3)
         return 0
 
     started = time.monotonic()
     assert execute(planned(tmp_path, "abcd"), launch, parallel=4) == []
     assert time.monotonic() - started < 1.0
+
+
+def test_the_summary_of_jobs_that_end_together_is_whole(tmp_path):
+    """Every run's end writes the same two files; 40 runs, 8 at a time, that end at once. Meanwhile others remove their models."""
+    runs, at_work = planned(tmp_path, [f"o{i}" for i in range(40)]), []
+
+    def done(run):
+        at_work.append(run)
+        assert len(at_work) == 1, "two at a time"
+        write_summary(entries_so_far(tmp_path), tmp_path)
+        at_work.clear()
+
+    assert execute(runs, Trainer(), parallel=8, done=done) == []
+    rows = list(csv.DictReader(open(tmp_path / "summary.csv")))
+    assert sorted(row["objective"] for row in rows) == sorted(run.identity.objective for run in runs)
+    assert not [path for path in tmp_path.rglob(".*.part*")]
+
+
+def test_runs_are_found_while_another_removes_its_checkpoints(tmp_path):
+    runs, over = planned(tmp_path), threading.Event()
+    execute(runs, Trainer())
+
+    def train():
+        while not over.is_set():
+            (runs[0].directory / "checkpoints" / "_actor" / "step1").mkdir(parents=True)
+            shutil.rmtree(runs[0].directory / "checkpoints")
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        for _ in range(300):
+            assert [e.identity.objective for e in entries_so_far(tmp_path)] == ["a", "b", "c"]
+    finally:
+        over.set()
+        trainer.join()
+
+
+def test_an_error_of_the_ablation_itself_ends_the_other_jobs(tmp_path):
+    ended, begun = [], threading.Event()
+
+    def launch(run, flags, stop):
+        if run.identity.objective == "b":
+            begun.wait(20)
+            raise OSError("disk full")
+        begun.set()
+        ended.append((run.identity.objective, stop.wait(20)))
+        raise Stopped
+
+    started = time.monotonic()
+    with pytest.raises(OSError, match="disk full"):
+        execute(planned(tmp_path, "abcd"), launch, parallel=2)
+    assert ended == [("a", True)] and time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_counts_as_finished_before_its_checkpoint_goes(tmp_path, monkeypatch, killed):
+    """A kill in the middle of removing leaves half a checkpoint, from which nothing can resume: the next call removes the rest."""
+    (run,) = planned(tmp_path, "a")
+    parts = [run.directory / "checkpoints" / "_actor" / name for name in ("one", "two")]
+
+    def launch(run, flags, stop):
+        for part in parts:
+            part.mkdir(parents=True)
+        return 0
+
+    def remove(folder, ignore_errors):
+        assert is_finished(run)
+        if killed and folder.name == "checkpoints":
+            parts[0].rmdir()
+            raise KeyboardInterrupt
+        rmtree(folder, ignore_errors=ignore_errors)
+
+    rmtree = shutil.rmtree
+    with monkeypatch.context() as patch:
+        patch.setattr(execute_module.shutil, "rmtree", remove)
+        with pytest.raises(KeyboardInterrupt) if killed else nullcontext():
+            execute([run], launch)
+    assert parts[1].exists() == killed
+    again = Trainer()
+    assert execute([run], again) == [] and again.launched == [] and not (run.directory / "checkpoints").exists()
+
+
+def test_models_that_were_kept_stay_when_a_later_call_does_not_ask_for_them(tmp_path):
+    runs = planned(tmp_path)
+    execute(runs[:1], Trainer(), keep_models=True)
+    execute(runs, Trainer())
+    assert [(run.directory / "model").exists() for run in runs] == [True, False, False]
 
 
 def test_two_ablations_do_not_share_a_directory(tmp_path):

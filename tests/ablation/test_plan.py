@@ -67,7 +67,24 @@ def test_a_shared_mis_weight_brings_its_band_to_every_arm(shared, tmp_path):
     words = [*shared, "--objective.is_weight", "mis", "--objective.is_high=1.5"]
     made = plan(["tbpo", "grpo_tis", "openrlhf"], words, tmp_path)
     assert ["--objective.is_high=1.5" in run.flags for run in made.runs] == [True, True, False]
-    assert made.notes == ["openrlhf goes without --objective.is_weight mis, --objective.is_high=1.5: it has no such hyperparameter"]
+    assert made.notes[-1] == "openrlhf goes without --objective.is_weight mis, --objective.is_high=1.5: it has no such hyperparameter"
+
+
+@pytest.mark.parametrize(
+    "words, own, coefficient, note",
+    [
+        ([], True, 0, "gets --algo.kl.init_coef 0"),
+        (["--algo.kl.init_coef", "0.02"], False, 0.02, None),
+        (["--algo.kl.init_coef=0.02", "--algo.kl.estimator", "k3"], False, 0.02, None),
+        (["--algo.kl.estimator", "k3"], False, None, "keeps OpenRLHF's KL penalty"),
+    ],
+)
+def test_the_hosts_loss_has_no_kl_penalty_that_the_other_arms_lack(shared, tmp_path, words, own, coefficient, note):
+    made = plan(["tbpo", "openrlhf"], [*shared, *words], tmp_path)
+    ours, hosts = (train_qarl.resolve(run.flags)[0].algo.kl.init_coef for run in made.runs)
+    assert ("--algo.kl.init_coef 0 " in " ".join(made.runs[1].flags) + " ") == own
+    assert ours == (coefficient or 0) and hosts == (0.01 if coefficient is None else coefficient)
+    assert len(made.notes) == (note is not None) and all(f"openrlhf {note}" in line for line in made.notes)
 
 
 def test_a_users_own_objective_is_an_arm(shared, tmp_path):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qarl_openrlhf.ablation.execute import LOG, execute, ray_job_launcher
+from qarl_openrlhf.ablation.execute import execute
+from qarl_openrlhf.ablation.launch import LOG, ray_job_launcher
 from qarl_openrlhf.ablation.plan import PlannedRun, PlanError
 from qarl_openrlhf.ablation.status import is_finished, read_status
 from qarl_openrlhf.report.discover import Identity

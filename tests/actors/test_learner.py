@@ -1,11 +1,15 @@
 """The learner's step under real DeepSpeed: r = 1 bitwise, one quantization a step, whole optimizer steps only."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from qarl_openrlhf.actors.loss import ObjectiveLoss
 from qarl_openrlhf.objectives import build_objective, list_objectives
 from qarl_openrlhf.planning.reduce_bucket import reduce_bucket
+
+BUDGET = {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 64, "rollout__max_tokens_per_gpu": 64}
 
 
 class RecordingLoss(ObjectiveLoss):
@@ -175,3 +179,48 @@ def test_zero_stages_compute_the_same_function(make_learner, rollout):
         with torch.no_grad():
             log_probs[zero] = learner.actor(ids, mask[:, 1:], mask)
     assert torch.equal(log_probs[2], log_probs[3])
+
+
+@pytest.mark.parametrize("layout", [{"train__micro_batch_size": 4}, BUDGET, BUDGET | {"ds__packing_samples": True}], ids=["padded", "dynamic", "packed"])
+def test_kl_and_loss_are_means_over_the_tokens_however_they_are_batched(make_learner, rollout, layout):
+    """Micro-batches of different sizes: OpenRLHF gives each one's part of the optimizer step's mean."""
+    from openrlhf.models.utils import compute_approx_kl
+
+    flags = {"quant__scheme": "bf16", "train__batch_size": 16, "algo__kl__init_coef": 0.01, "algo__kl__use_loss": True, "algo__kl__estimator": "k2"}
+    found = {}
+    for name, more in (("layout", layout), ("one", {"train__micro_batch_size": 16})):
+        learner, items = make_learner("llama", **flags | more), rollout()
+        for i, item in enumerate(items):
+            item.base_action_log_probs = item.rollout_log_probs + 0.3 * i  # long and short responses differ
+            item.advantages = item.advantages * (1 + i)
+        items[3].action_mask[0, :-1] = 0
+        fill(learner, items)
+        total = count = 0
+        for batch in learner._fixed_micro_batches():
+            kl = compute_approx_kl(learner._log_probs(batch), batch.base_action_log_probs, kl_estimator="k2")
+            total += float((kl * batch.action_mask).sum())
+            count += int(batch.action_mask.sum())
+        metrics = learner.ppo_train(0.01)
+        assert metrics["policy/updates"] == 1 and metrics["kl"] == pytest.approx(total / count, rel=2e-3)
+        found[name] = metrics["policy_loss"]
+    assert found["layout"] == pytest.approx(found["one"], rel=2e-2)
+
+
+def test_a_share_of_nothing_is_left_out(make_learner, rollout):
+    items = rollout()
+    for item in items:
+        item.advantages.clamp_(min=0)
+    learner = make_learner("llama")
+    fill(learner, items)
+    metrics = learner.ppo_train(0.0)
+    assert metrics["objective/in_band_frac_pos"] > 0 and "objective/in_band_frac_neg" not in metrics
+
+
+def test_the_first_publish_of_a_process_is_probed(make_learner):
+    learner = make_learner("llama", sync__probe_every=5)
+    probed = []
+    learner.probe = SimpleNamespace(run=lambda actor, engines, version, is_sender: probed.append(version) or {})
+    learner.version = 6  # resumed
+    for _ in range(5):
+        learner.broadcast_to_vllm()
+    assert probed == [7, 10]

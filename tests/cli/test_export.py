@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -65,6 +66,20 @@ def assert_is_the_learner(base: str, directory: Path, stage: int, out: Path) -> 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_deepspeed_checkpoint_is_the_learner_s_parameters(base, checkpoints, tmp_path, stage):
     assert_is_the_learner(base, checkpoints, stage, tmp_path / "bf16")
+
+
+def test_end_tokens_of_the_model_stay(base, checkpoints, tmp_path):
+    """An engine stops at generation_config's, besides the tokenizer's."""
+    model = tmp_path / "model"
+    shutil.copytree(base, model)
+    # Not what save_pretrained takes: a temperature without sampling.
+    given = {"eos_token_id": [5, 7], "do_sample": False, "temperature": 0.6}
+    (model / "generation_config.json").write_text(json.dumps(given))
+    export.main([str(checkpoints / "zero2"), "--model", str(model), "--out", str(tmp_path / "bf16")])
+    export.main([str(tmp_path / "bf16"), "--out", str(tmp_path / "q"), "--scheme", "w4a16:g64"])
+    for out in ("bf16", "q"):
+        kept = json.loads((tmp_path / out / "generation_config.json").read_text())
+        assert (kept["eos_token_id"], kept["temperature"]) == ([5, 7], 0.6)
 
 
 @pytest.mark.slow

@@ -118,6 +118,18 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--quant.scheme", "w4a16", "--ds.tensor_parallel_size", "2"], "use --ds.zero_stage 3"),
         (["--objective.name", "tbpo", "--actor.policy_loss_type", "gspo"], "drop --actor.policy_loss_type"),
         (["--objective.name", "tbpo", "--algo.advantage.is_correction_level", "token"], "is_correction_level"),
+        (["--objective.name", "grpo_tis", "--actor.eps_clip_low_high", "0.2", "0.28"], "drop --actor.eps_clip_low_high (it has --objective."),
+        (["--objective.name", "grpo_tis", "--actor.eps_clip", "0.3"], "drop --actor.eps_clip "),
+        (["--objective.name", "grpo_tis", "--actor.dual_clip", "3"], "drop --actor.dual_clip "),
+        (["--objective.name", "grpo_tis", "--actor.loss_agg_mode", "seq-mean-token-mean"], "drop --actor.loss_agg_mode "),
+        (
+            ["--actor.num_gpus_per_node", "2", "--rollout.batch_size", "12", "--rollout.n_samples_per_prompt", "8", "--rollout.micro_batch_size", "32", "--train.batch_size", "32"],
+            "give the 2 learner processes 64 and 32 responses, so that they would make 4 and 2 optimizer steps, and wait for each other for ever: use --rollout.micro_batch_size 24",
+        ),
+        (
+            ["--actor.num_gpus_per_node", "4", "--rollout.batch_size", "20", "--rollout.n_samples_per_prompt", "8", "--rollout.micro_batch_size", "32", "--train.batch_size", "32"],
+            "64 and 32 and 0 responses",
+        ),
         (["--objective.name", "no_such"], "tbpo"),
         (["--objective.name", "tbpo", "--objective.is_cap", "-1"], "is_cap"),
         (["--objective.band_scale", "2"], "without --objective.name"),

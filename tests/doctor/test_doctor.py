@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,26 @@ def test_command_line(capsys, tmp_path):
     assert stopped.value.code == 1 and "FAIL  model" in capsys.readouterr().out
 
 
+def test_flags_are_checked_without_a_model(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    for words, line in (
+        (["--scheme", "zz"], "FAIL  scheme"),
+        (["--path", str(tmp_path / "file" / "x")], f"FAIL  disk        {tmp_path}/file/x: {tmp_path}/file is not a directory"),
+        (["--path", "/proc/x"], "FAIL  disk        /proc/x: nothing can be written to /proc"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            doctor.main([*(["--path", str(tmp_path)] if "--path" not in words else []), *words])
+        failures = [text for text in capsys.readouterr().out.splitlines() if text.startswith("FAIL")]
+        assert stopped.value.code == 1 and len(failures) == 1 and failures[0].startswith(line), failures
+
+
+def test_a_torch_that_does_not_load_is_a_finding_and_no_traceback(monkeypatch):
+    monkeypatch.setitem(sys.modules, "qarl_openrlhf.quant.scheme", None)  # its import raises ImportError
+    broken = healthy(errors=["torch does not import: ImportError: libcudart"])
+    failures = [f for f in doctor.examine(broken, "cuda", model=str(CONFIGS / "qwen3-8b"), scheme="zz") if f.level is Level.FAIL]
+    assert [f.topic for f in failures] == ["torch"]
+
+
 def test_files_of_a_model_are_checked_as_a_run_checks_them(tmp_path):
     from tests.tiny_models import save_tiny_model
 
@@ -86,6 +107,7 @@ def test_a_healthy_machine_has_nothing_to_mend():
         ({"memory": 8 * GIB}, "memory", "8.0 GiB of main memory, 16 needed", "docker run --memory"),
         ({"shm": 64 * 2**20}, "/dev/shm", "64 MiB; NCCL between 8 GPUs", "--shm-size"),
         ({"disk_free": GIB}, "disk", "1.0 GiB free for /data/runs", "--ckpt.path"),
+        ({"unwritable": "/data is not a directory"}, "disk", "/data/runs: /data is not a directory", "doctor --path"),
         ({"compiler": None}, "compiler", "no g++", "build-essential"),
         ({"errors": ["torch does not import: ImportError: libcudart"]}, "torch", "libcudart", "setup_env.sh"),
     ],

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,30 @@ def test_a_stopped_run_goes_on_and_gives_the_same(tmp_path, made, grader):
     assert Runner(None, SETTINGS, tmp_path / "b", grader).run(items, 2)["k"] == 2  # fewer samples: nothing to sample
 
 
+def test_thinking_that_the_prompt_opened_is_no_answer(tmp_path, made, grader):
+    settings = Settings(**SETTINGS.to_dict() | {"template": "{problem} = <think>"})
+    scores = Runner(Scripted(), settings, tmp_path, grader).run(load_items(f"sums={made}"), 4)
+    assert scores["avg"] == 0
+
+
+def test_another_checkpoint_at_the_same_path_is_another_model(tmp_path):
+    model = Path(save_tiny_model(tmp_path / "model", "llama"))
+    before = evaluate.weight_files(str(model), None, None)
+    assert before == evaluate.weight_files(str(model), None, None) and evaluate.weight_files("owner/name", None, None) == ""
+    weights = next(model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes() + b" ")
+    assert before != evaluate.weight_files(str(model), None, None)
+    for tag in ("global_step20", "global_step40"):
+        (tmp_path / "ckpt" / "_actor" / tag).mkdir(parents=True)
+        (tmp_path / "ckpt" / "_actor" / tag / "mp_rank_00_model_states.pt").write_bytes(b"")
+    found = set()
+    for latest in ("global_step20", "global_step40"):  # a training goes on meanwhile
+        (tmp_path / "ckpt" / "_actor" / "latest").write_text(latest)
+        found.add(evaluate.weight_files(str(tmp_path / "ckpt"), "m", None))
+    assert len(found) == 2
+    assert evaluate.weight_files(str(tmp_path / "ckpt"), "m", "global_step20") != evaluate.weight_files(str(tmp_path / "ckpt"), "m", "global_step40")
+
+
 def test_other_settings_or_another_set_are_refused(tmp_path, made):
     claim(tmp_path / "r", SETTINGS)
     claim(tmp_path / "r", SETTINGS)
@@ -111,7 +136,15 @@ def test_arguments_are_checked_before_an_engine_starts(tmp_path, made):
     cases = {
         "MODEL and --out are needed": [],
         "add --k 1": [model, "--out", "o", "--temperature", "0"],
-        "--k and --limit": [model, "--out", "o", "--k", "0"],
+        "--k 0: use a finite number at least 1": [model, "--out", "o", "--k", "0"],
+        "--limit -1: use": [model, "--out", "o", "--limit", "-1"],
+        "--workers 0: use": [model, "--out", "o", "--workers", "0"],
+        "--temperature nan: use a finite number at least 0": [model, "--out", "o", "--temperature", "nan"],
+        "--top_p 7: use a finite number above 0 and at most 1": [model, "--out", "o", "--top_p", "7"],
+        "--max_tokens 0: use": [model, "--out", "o", "--max_tokens", "0"],
+        "--tp 0: use": [model, "--out", "o", "--tp", "0"],
+        "--gpu_memory_utilization 9: use": [model, "--out", "o", "--gpu_memory_utilization", "9"],
+        "w5": [model, "--out", "o", "--scheme", "w5"],
         "--tasks aime99: neither a file nor one of aime24": [model, "--out", "o", "--tasks", "aime99"],
         "two sets have one name": [model, "--out", str(tmp_path / "o"), "--tasks", made, f"made={made}"],
         "--max_tokens 16384: MODEL has 512 positions for prompt and response together: use --max_tokens 384 or less": [model, "--out", str(tmp_path / "o"), "--tasks", made],

@@ -202,6 +202,32 @@ def test_start_responses_fit_the_engine_and_have_log_probs():
     assert StartPolicy.of(singles, count=4, max_length=20).responses == []
 
 
+def test_the_start_policy_is_not_chosen_by_length(monkeypatch):
+    """Where the next response has no room, the next one that has would be a short one."""
+    from qarl_openrlhf.metrics import start_policy
+
+    singles = [
+        types.SimpleNamespace(
+            attention_mask=torch.ones(1, length), sequences=torch.ones(1, length), action_mask=torch.ones(1, length - 1),
+            rollout_log_probs=torch.zeros(1, length - 1),
+        )
+        for length in (30, 200, 60, 40, 5, 5)
+    ]  # fmt: skip
+    monkeypatch.setattr(start_policy, "MAX_TOKENS", 100)
+    kept = StartPolicy.of(singles, count=6, max_length=300).responses
+    assert [len(response["ids"]) for response in kept] == [30, 60]  # 200 fits in no prefill at all
+
+
+def test_no_share_of_mixed_groups_without_rewards():
+    from qarl_openrlhf.actors.trainer import mixed_group_fraction
+
+    def samples(*rewards):
+        return [types.SimpleNamespace(rewards=None if r is None else torch.tensor([r])) for r in rewards]
+
+    assert mixed_group_fraction(samples(1.0, 0.0, 1.0, 1.0), 2) == 0.5
+    assert mixed_group_fraction(samples(None, None), 2) is None
+
+
 def test_band_scale_line_compares_with_the_measured_length():
     samples = [types.SimpleNamespace(action_mask=torch.ones(1, n)) for n in (3, 5)]
 

@@ -75,7 +75,8 @@ def test_the_metrics_of_a_training_step_are_read_once(transfers):
     sums = Sums()
     with Waits() as waits:
         for update in range(3):
-            QarlActorTrainer._collect(types.SimpleNamespace(actor_loss_fn=loss), sums, status, update)
+            learner = types.SimpleNamespace(actor_loss_fn=loss, args=types.SimpleNamespace(algo=types.SimpleNamespace(kl=types.SimpleNamespace(use_loss=True))))
+            QarlActorTrainer._collect(learner, sums, status, share=0.5, ends_step=update == 2, epoch_update=update)
     assert waits.found == [] and transfers == []
     metrics = sums.metrics()
     assert metrics["reward"] == 3.5 and metrics["ppo_kl"] == 0.5 and metrics["actor_lr"] == 1e-6 and metrics["policy/entropy"] == 1.0

@@ -53,6 +53,7 @@ def test_rows_that_cannot_be_used(tmp_path, content, message):
     "name, message",
     [
         ("missing.jsonl", "does not exist"), ("/no/such/set", "does not exist"), ("./set", "does not exist"), ("file.foo", "ending in .foo"),
+        ("runs/inputs/math/train", "does not exist"), ("missing.txt", "does not exist"), ("a/b/c.json1", "does not exist"),
         ("notreally.parquet", "not a parquet file"),
     ],
 )  # fmt: skip

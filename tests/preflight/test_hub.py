@@ -77,6 +77,7 @@ def test_a_local_model_whose_code_is_on_the_hub_may_ask(environment, tmp_path):
         ({"actor__model_name_or_path": "Qwen/Qwen3-8B"}, "--actor.model_name_or_path Qwen/Qwen3-8B is no directory here"),
         ({"actor__model_name_or_path": "."} | {"data__prompt_dataset": "owner/set"}, "--data.prompt_dataset owner/set is no file or directory here"),
         ({"actor__model_name_or_path": ".", "eval__dataset": "none.jsonl,owner/set@test"}, "--eval.dataset owner/set is no file"),
+        ({"actor__model_name_or_path": ".", "data__prompt_dataset": "me/prompts.json1"}, "--data.prompt_dataset me/prompts.json1 is no file"),
     ],
 )
 def test_a_name_that_cannot_be_had_is_an_error_at_once(environment, tmp_path, changes, message):

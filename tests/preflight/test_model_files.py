@@ -112,7 +112,7 @@ def test_a_model_that_generates_no_text_of_its_own(model):
         meta_model(load_config(arguments(model)), str(model))
 
 
-@pytest.mark.parametrize("name", ["/no/such/model", "./no_such"])
+@pytest.mark.parametrize("name", ["/no/such/model", "./no_such", "runs/inputs/sums/model"])
 def test_paths_that_are_not_there(name):
     with pytest.raises(ConfigError, match=f"{name} is not a directory"):
         check_model(arguments(name))

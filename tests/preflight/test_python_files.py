@@ -1,5 +1,6 @@
 """Reward and agent files that OpenRLHF could not call are named before Ray starts."""
 
+from pathlib import Path
 from types import SimpleNamespace as N
 
 import pytest
@@ -51,6 +52,19 @@ def test_reward_files_that_work(tmp_path, text):
     path = tmp_path / "reward.py"
     path.write_text(text)
     check_reward(arguments(path))
+
+
+def test_options_of_our_own_reward_are_read(monkeypatch, tmp_path):
+    from qarl_openrlhf.rewards import math_options
+
+    ours = Path(math_options.__file__).with_name("math.py")
+    check_reward(arguments(ours))
+    monkeypatch.setenv("QARL_MATH_ANSWER", "box")
+    with pytest.raises(ConfigError, match="QARL_MATH_ANSWER .* is 'box'; it takes any or boxed"):
+        check_reward(arguments(ours))
+    other = tmp_path / "math.py"
+    other.write_text("def reward_func(queries, prompts, labels): return {}")
+    check_reward(arguments(other))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_directory_of_runs_gives_table_pictures_and_verdicts(tmp_path, capsys)
     assert len(rows) == 18 and {row["scheme"] for row in rows} == {"w4a16", "w4a16:rollout"}
     first = next(row for row in rows if (row["objective"], row["scheme"], row["seed"]) == ("tbpo", "w4a16", "0"))
     assert float(first["final_reward"]) == pytest.approx(0.88) and float(first["kl_start"]) == pytest.approx(0.1)
-    assert first["collapsed"] == "no" and first["status"] == "finished" and float(first["step_seconds"]) == 2.0
+    assert first["collapsed"] == "no" and first["status"] == "unknown" and float(first["step_seconds"]) == 2.0
     text = (tmp_path / "summary.md").read_text()
     assert "| tbpo | w4a16 | 3 | 10 | 0.900 ± 0.020 |" in text
     # the seeds' deviation is 0.02: 0.01 is 0.6 standard errors of two means of three
@@ -135,7 +135,7 @@ def test_failed_and_unfinished_runs_are_in_the_summary(tmp_path):
         (directory / "status.json").write_text(json.dumps(status | {"objective": "tbpo", "scheme": "w4a16", "seed": seed}))
     cli.main([str(tmp_path)])
     rows = {row["seed"]: row for row in csv.DictReader(open(tmp_path / "summary.csv"))}
-    assert [rows[s]["status"] for s in "012"] == ["finished", "failed", "unfinished"]
+    assert [rows[s]["status"] for s in "012"] == ["unknown", "failed", "unfinished"]
     assert rows["1"]["steps"] == "0" and rows["1"]["reason"] == "exit status 1: SyncError: engine 0"
     text = (tmp_path / "summary.md").read_text()
     assert "tbpo w4a16 seed 1, failed: exit status 1: SyncError: engine 0" in text and "0 of 3, 1 failed" in text

@@ -101,3 +101,17 @@ def test_a_resumed_run_shows_the_later_responses_and_a_cut_line_is_skipped(tmp_p
 def test_a_directory_without_responses_is_named(tmp_path):
     with pytest.raises(ReportError, match="tokens.jsonl does not exist"):
         write_tokens_page(tmp_path)
+
+
+@pytest.mark.parametrize("length", [1024, 1025, 3000])
+def test_figures_of_a_long_response_are_said_to_be_of_the_tokens_shown(tmp_path, length):
+    """The middle of a response over 1024 tokens is not recorded: nothing on the page may pass for the whole response's."""
+    record = observed(build_objective("tbpo"))[2].record
+    row, kept = record["tokens"][0], min(length, 1024)
+    lists = {name: (values * kept)[:kept] for name, values in row.items() if isinstance(values, list)}
+    record["tokens"] = [row | lists | {"left_out": length - kept, "region": [1] * kept, "old": [-1.0] * kept, "current": [-0.5] * kept}]
+    write_records(str(tmp_path), 1, record)
+    page = write_tokens_page(tmp_path).read_text()
+    figures = f"{length} tokens · update {row['update']} of the rollout · "
+    figures += ("of the 1024 tokens shown: " if length > 1024 else "") + "+5.00e-01 mean Δ · " + f"{kept} {REGIONS[1]}"
+    assert figures in page and "the first and last 512 are recorded: its mean Δ and its counts by band are of those alone" in page

@@ -70,6 +70,11 @@ RESPONSES = [
     ("<think>maybe \\boxed{4}", "4", False),
     ("<think>maybe \\boxed{3}</think>\\boxed{4}", "4", True),
     ("<think>\\boxed{4}</think>I do not know", "4", False),
+    ("The answer is 4<｜end▁of▁sentence｜>", "4", True),
+    ("#### Step 1: add\n3 + 4 = 7\n\nSo the total is $7$.", "7", True),
+    ("#### Conclusion\nThe total is $7$.", "7", True),
+    ("3 + 4 = 7\n####7", "7", True),
+    ("#### \\frac{1}{2}", "0.5", True),
     ("", "4", False),
     ("I cannot solve this.", "4", False),
 ]

@@ -45,6 +45,16 @@ def test_boxed_only():
     assert find_answer("\\boxed{" + "9" * 1001 + "}") is None
 
 
+def test_thinking_that_the_chat_template_opened_is_scratch_work_until_it_is_closed():
+    prompt = "What is 1 + 1?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    reward = rewards.make_reward(timeout=20.0)
+    for response, right in (("maybe \\boxed{2}, but wait", 0.0), ("so 2</think>\\boxed{2}", 1.0), ("it is 2</think>", 0.0)):
+        result = reward([prompt + response], [prompt], ["2"])
+        assert (result["rewards"], result["extra_logs"]["math_no_answer"]) == (right, 1.0 - right), response
+    closed = prompt.replace("<think>\n", "<think>\n\n</think>\n\n")
+    assert reward([closed + "\\boxed{2}"], [closed], ["2"])["rewards"] == 1.0
+
+
 @pytest.mark.parametrize("filler", ["\n", " $", "\\boxed{", "<|im_end|>", "answer is ", "\\boxed{1} and ", "{", "<think>"])
 def test_finding_an_answer_takes_linear_time(filler):
     """It runs in the engine's own process, where a slow expression would hold up all other requests."""

@@ -1,0 +1,58 @@
+"""Writers of one file at the same time: threads of a process, and processes."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from qarl_openrlhf.data.files import atomic_directory, atomic_file
+
+SIZE = 200_000
+WRITE = """
+import sys
+from qarl_openrlhf.data.files import atomic_file
+for _ in range(100):
+    with atomic_file(sys.argv[1]) as part:
+        part.write_text(sys.argv[2] * 200_000)
+"""
+
+
+def test_threads_that_write_one_file(tmp_path):
+    path = tmp_path / "summary.csv"
+
+    def write(letter):
+        for _ in range(50):
+            with atomic_file(path) as part:
+                part.write_text(letter * SIZE)
+            assert (text := path.read_text()) == text[0] * SIZE
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, "abcd"))
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.csv"]
+
+
+def test_processes_that_write_one_file(tmp_path):
+    path = tmp_path / "summary.csv"
+    path.write_text("c" * SIZE)
+    writers = [subprocess.Popen([sys.executable, "-c", WRITE, str(path), letter]) for letter in "ab"]
+    while any(writer.poll() is None for writer in writers):
+        assert (text := path.read_text()) == text[0] * SIZE
+    assert [writer.returncode for writer in writers] == [0, 0] and [p.name for p in tmp_path.iterdir()] == ["summary.csv"]
+
+
+def test_an_error_leaves_what_was_there(tmp_path):
+    (tmp_path / "file").write_text("before")
+    for atomic, name in ((atomic_file, "file"), (atomic_directory, "directory")):
+        with pytest.raises(KeyError), atomic(tmp_path / name) as part:
+            (part if name == "file" else part / "x").write_text("half")
+            raise KeyError
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "before"
+
+
+def test_of_two_writers_of_a_directory_one_is_refused(tmp_path):
+    with pytest.raises(OSError), atomic_directory(tmp_path / "model") as first:
+        (first / "x").write_text("first")
+        with atomic_directory(tmp_path / "model") as second:
+            (second / "x").write_text("second")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"] and (tmp_path / "model" / "x").read_text() == "second"
