@@ -1,16 +1,16 @@
 """The Ray actor that owns the learner."""
 
 import os
+from collections.abc import Iterator
 
 import torch
 from openrlhf.trainer.ray import ppo_actor, ppo_critic
 
-from qarl_openrlhf.actors import asleep
+from qarl_openrlhf.actors import asleep, moving_average
 from qarl_openrlhf.actors.learner import QarlActorTrainer
 from qarl_openrlhf.actors.model_workers import KeepsPort, plain_class, resume_random_state, use_cores
-from qarl_openrlhf.actors.moving_average import blend
-from qarl_openrlhf.checkpoint.state import local_weights, set_local_weights
 from qarl_openrlhf.patches import liger, zero3_loading
+from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.export import export_checkpoint
 
 # ``PolicyModelActor.init_model_from_pretrained`` looks the trainer class up in its module.
@@ -45,12 +45,7 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
             self.trainer.version = strategy.loaded_state["version"] - 1
             self.trainer.changed_codes.first = strategy.loaded_state["first_codes"]
         if strategy.loaded_state is not None and self.ema_model is not None:
-            kept: list = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(kept, bool(ema := strategy.loaded_state.get("ema")))
-            if any(kept):
-                set_local_weights(self.ema_model, ema)
-            else:  # written without --train.enable_ema: the average begins here, not at the base model
-                blend(self.ema_model, self.actor, beta=0.0)
+            moving_average.resume(self.ema_model, self.actor, strategy.loaded_state)
 
     def fit(self, kl_ctl: float = 0) -> dict:
         """OpenRLHF's, which gives all freed memory back to the driver before and after each training and so asks for it anew in
@@ -69,9 +64,12 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
         return status
 
     def save_checkpoint(self, tag, client_states=None, metric_value=None, metric_key=None) -> None:
-        ema = {} if self.ema_model is None else local_weights(self.ema_model, rank=torch.distributed.get_rank())
         first_codes = self.trainer.changed_codes.first  # half a byte a weight, on a CPU only
-        self.strategy.rank_state = {"version": self.trainer.version, "ema": ema, "first_codes": first_codes}
+        self.strategy.rank_state = {"version": self.trainer.version, "first_codes": first_codes}
+        if self.ema_model is not None:
+            self.strategy.rank_state["ema_float32"] = moving_average.saved_parts(self.ema_model)
+            if self.save_hf_ckpt:
+                moving_average.write(self.ema_model)
         super().save_checkpoint(tag, client_states, metric_value, metric_key)
 
     def publish_metrics(self) -> dict:
@@ -83,20 +81,35 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
         return self.trainer.take_record()
 
     def save_model(self) -> None:
-        """The BF16 model as OpenRLHF saves it and, for a quantized policy, the compressed-tensors export beside it."""
+        """The BF16 model as OpenRLHF saves it and, for a quantized policy, the compressed-tensors export beside it.
+
+        With ``--train.enable_ema`` both are of the moving average.
+        """
+        if self.ema_model is not None:
+            moving_average.write(self.ema_model)
         super().save_model()
         if self.actor.scheme.quantized:
             self.export_quantized(quantized_directory(self.strategy.args))
 
     def export_quantized(self, directory: str) -> None:
-        """Write the published tensors as a checkpoint that ``vllm serve`` loads. All ranks call it (ZeRO-3 gathers)."""
-        tensors = self.trainer.published_tensors()
+        """Write the saved weights, quantized, as a checkpoint that ``vllm serve`` loads. All ranks call it (ZeRO-3 gathers)."""
+        tensors = self.trainer.published_tensors() if self.ema_model is None else self._averaged_tensors()
         if self.strategy.is_rank_0():
-            export_checkpoint(tensors, self.actor.network.config, directory, self.actor.scheme, tokenizer=self.tokenizer)
+            network = self.actor.network
+            given = getattr(network, "generation_config", None)
+            export_checkpoint(tensors, network.config, directory, self.actor.scheme, tokenizer=self.tokenizer, generation_config=given)
         else:
             for _ in tensors:
                 pass
         torch.distributed.barrier()
+
+    def _averaged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What engines would get if the moving average were published; it is converted as the policy was, names and weights stay."""
+        network = getattr(self.ema_model.model, "module", self.ema_model.model)
+        if not hasattr(network, "quant_cache"):
+            convert_model(network, self.actor.scheme, cache="none")
+        gather = self.trainer.gather if self.strategy.args.ds.zero_stage == 3 else None
+        return published_tensors(network, self.actor.scheme, gather=gather)
 
 
 def quantized_directory(args) -> str:

@@ -5,7 +5,7 @@ from qarl_openrlhf.bench.step_plan import Model
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.architecture import meta_model
 from qarl_openrlhf.planning.host_memory import ENGINE, PROCESS, REST
-from qarl_openrlhf.planning.memory import CONTEXT, ENGINE_WORK, USABLE, cache_bytes, gib, packed_bytes
+from qarl_openrlhf.planning.memory import CONTEXT, ENGINE_WORK, USABLE, cache_bytes, gib, packed_bytes, rebuilt_bytes, staging_bytes
 from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -67,10 +67,9 @@ def check_host(args, scheme: str, machine: int) -> None:
 def learner_bytes(args, scheme: str) -> int:
     """Of rank 0: its shard, what is gathered, the quantized weights that it keeps, the buckets."""
     model, parsed = Model.of(args.shape, args.layers, scheme), QuantScheme.parse(scheme)
-    shape, packed = model.shape, packed_bytes(parsed)
-    weights, kept = _held(args, model, parsed)
+    shape, (weights, kept) = model.shape, _held(args, model, parsed)
     gathered = 2 * 2 * max(shape.largest, shape.largest_other) if args.learner_ranks > 1 else 0
-    return int(2 * weights / args.learner_ranks) + gathered + kept + _buckets(args, shape, packed) + CONTEXT
+    return int(2 * weights / args.learner_ranks) + gathered + kept + staging_bytes(args.bucket_mb, shape, parsed) + CONTEXT
 
 
 def _held(args, model: Model, parsed: QuantScheme) -> tuple[int, int]:
@@ -85,12 +84,8 @@ def _held(args, model: Model, parsed: QuantScheme) -> tuple[int, int]:
 def engine_bytes(args, scheme: str) -> int:
     """Of a rank: weights, KV cache, the buckets, and the layer that is brought into the kernels' layout."""
     model = Model.of(args.shape, args.layers, scheme)
-    shape, packed = model.shape, packed_bytes(QuantScheme.parse(scheme))
-    weights = (shape.quantized * packed + 2 * (shape.parameters - shape.quantized)) / args.tp
-    layer = 2 * model.layer_weights / args.tp
+    shape, parsed = model.shape, QuantScheme.parse(scheme)
+    weights = (shape.quantized * packed_bytes(parsed) + 2 * (shape.parameters - shape.quantized)) / args.tp
+    layer = rebuilt_bytes(shape, args.tp)
     cache = sync.ENGINE["kv_cache_memory_bytes"]
-    return int(weights + layer) + cache + _buckets(args, shape, packed) + ENGINE_WORK + CONTEXT
-
-
-def _buckets(args, shape, packed: float) -> int:
-    return 2 * max(args.bucket_mb * 2**20, int(shape.largest * packed), 2 * shape.largest_other)
+    return int(weights + layer) + cache + staging_bytes(args.bucket_mb, shape, parsed) + ENGINE_WORK + CONTEXT

@@ -124,7 +124,7 @@ def _kernels(args) -> list[str]:
 def _planned(args, config) -> tuple[torch.nn.Module, ConversionReport]:
     """Convert the model's architecture on the meta device: names and shapes, no weights."""
     model = meta_model(config, args.actor.model_name_or_path)
-    return model, convert_model(model, QuantScheme.parse(args.quant.scheme), cache=args.quant.cache)
+    return model, convert_model(model, QuantScheme.parse(args.quant.scheme), cache=args.quant.cache, device=args.device)
 
 
 def _shape(args) -> ModelShape | None:
@@ -145,5 +145,5 @@ def check_layers(args) -> None:
     scheme = QuantScheme.parse(args.quant.scheme)
     config = load_config(args)
     for layer in _planned(args, config)[1].quantized:
-        scheme.check_layer(layer.name, layer.out_features, layer.in_features, tp=experts.ranks_of(args, layer))
+        scheme.check_layer(layer.name, layer.out_features, layer.in_features, tp=experts.ranks_of(args, layer), device=args.device)
     check_config(config, args.actor.model_name_or_path, args.vllm.tensor_parallel_size)

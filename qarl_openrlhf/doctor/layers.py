@@ -41,7 +41,7 @@ def check_layers(network, config, scheme: QuantScheme, tp: int, device: str, mac
     """One finding a kind of layer; fails name the layer and the sizes that would work."""
     findings = _check_card(scheme, tp, device, machine) + _check_heads(config, tp)
     try:
-        plan = convert_model(network, scheme, cache="none", tp=tp)
+        plan = convert_model(network, scheme, cache="none", tp=tp, device=device)
     except QuantError as error:
         fix = f"--quant.scheme or --vllm.tensor_parallel_size, as the message says (now {scheme}, TP {tp})"
         return [*findings, fail("kernels", str(error), fix)]

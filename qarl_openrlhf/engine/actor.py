@@ -24,9 +24,10 @@ from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from qarl_openrlhf.engine import plugin  # noqa: E402
 from qarl_openrlhf.engine.admission import Admission  # noqa: E402
+from qarl_openrlhf.engine.clean_up import CleanUp  # noqa: E402
 from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
 from qarl_openrlhf.engine.liveness import fail_when_dead  # noqa: E402
-from qarl_openrlhf.engine.response_text import response_text  # noqa: E402
+from qarl_openrlhf.engine.response_text import ended_by_token, response_text  # noqa: E402
 from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
 from qarl_openrlhf.engine.stops import as_tokens  # noqa: E402
 from qarl_openrlhf.engine.start_error import started, why_dead  # noqa: E402
@@ -69,7 +70,7 @@ class QarlRolloutActor(_RolloutActor):
         self.weights = WeightState()
         self.timeout_s = 120.0
         self.session = 0  # of the transport group, i.e. of the updates a failure may still speak for
-        self.cleaning = asyncio.Lock()
+        self.clean_up = CleanUp()
         self.stop = list(qarl_stop or [])
         self.tokenizers: dict = {}
         self.allow_truncated_sampling = qarl_allow_truncated_sampling
@@ -92,7 +93,7 @@ class QarlRolloutActor(_RolloutActor):
         StrictSingleTurnExecutor.convert(self.executor, qarl_reward_timeout_s)
         # An engine of a benchmark has no tokenizer (skip_tokenizer_init), and no stop strings either.
         self.tokenizer = None if kwargs.get("skip_tokenizer_init") else self.llm.get_tokenizer()
-        self.stop, self.stop_tokens = as_tokens(self.stop, self.tokenizer) if self.stop else ([], [])
+        self.stop, self.stop_tokens = as_tokens(self.stop, self.tokenizer, self.llm.model_config) if self.stop else ([], [])
         self.admission = Admission(self.llm, lambda: self.weights.wait_ready(self.name, self.timeout_s))
         self.token_versions = TokenVersions(self.llm.output_processor)
 
@@ -127,7 +128,8 @@ class QarlRolloutActor(_RolloutActor):
         version = self.weights.version
         params = self._prepared(sampling_params)
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        late_text = params.detokenize and not params.stop and self.tokenizer is not None
+        with_text = params.detokenize and self.tokenizer is not None
+        late_text = with_text and not params.stop
         if late_text:
             params.detokenize = False
         try:
@@ -139,8 +141,10 @@ class QarlRolloutActor(_RolloutActor):
             why = f"weights are {self.weights.state.value} ({self.weights.reason})"
             raise EngineNotReady(f"{self.name} aborted a request: {why}")
         output.weight_versions, output.weight_version = versions, min(versions, default=version)
-        if late_text:
-            output.outputs[0].text = response_text(self.tokenizer, prompt_token_ids, output.outputs[0], params)
+        if late_text or (with_text and ended_by_token(output.outputs[0])):
+            # A stop string belongs to the response (_prepared), an EOS does not.
+            params.include_stop_str_in_output &= not self.stop
+            output.outputs[0].text = response_text(self.tokenizer, prompt_token_ids, output.outputs[0], params, self.stop_tokens)
         return output
 
     async def expect(self, dispatch: str, slots: list[tuple[int, int]], seed: int) -> None:
@@ -260,7 +264,7 @@ class QarlRolloutActor(_RolloutActor):
         if self.weights.state is Weights.UPDATING:  # its learner died in an update, this is the next one
             self.weights.fail(f"{self.weights.reason}, but the learner never finished")
             await self._clean_up()
-        async with self.cleaning:  # the clean-up after an earlier failure must not reach into this session
+        async with self.clean_up.lock:  # the clean-up after an earlier failure must not reach into this session
             self.session += 1
         init = {k: info[k] for k in ("group", "rank_offset", "verify")}
         request = WeightTransferInitRequest({**init, "address": ray.util.get_node_ip_address()})
@@ -323,11 +327,8 @@ class QarlRolloutActor(_RolloutActor):
 
     async def _clean_up(self) -> None:
         """Close vLLM's update session and abort what is in flight; a worker that still waits for a peer delays only this."""
-        try:
-            async with self.cleaning:
-                await asyncio.wait_for(self._close_session(), timeout=5.0)
-        except Exception as error:
-            print(f"{self.name}: clean-up after a failed weight update: {type(error).__name__}: {error}", flush=True)
+        session = self.session
+        await self.clean_up.run(self.name, self._close_session, lambda: session == self.session)
 
     async def _close_session(self) -> None:
         await self._alive(self.llm.collective_rpc("qarl_abort"))

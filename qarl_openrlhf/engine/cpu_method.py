@@ -134,7 +134,7 @@ class QarlLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **attributes,
     ) -> None:
-        self.scheme.check_layer(self.prefix, output_size, input_size, tp=layer.tp_size)
+        self.scheme.check_layer(self.prefix, output_size, input_size, tp=layer.tp_size, device="cpu")
         loader = attributes["weight_loader"]
         n, k = sum(output_partition_sizes), input_size_per_partition
         both = {"input_dim": 1, "output_dim": 0, "weight_loader": loader}

@@ -47,7 +47,7 @@ class CpuMoEMethod(FusedMoEMethodBase):
         shapes = {"gate_up_proj": (num_experts, 2 * intermediate, hidden_size), "down_proj": (num_experts, hidden_size, intermediate)}
         whole = {"gate_up_proj": (2 * intermediate * tp, hidden_size), "down_proj": (hidden_size, intermediate * tp)}
         for projection in PROJECTIONS:
-            self.scheme.check_layer(f"{self.prefix}.{projection}", *whole[projection], tp=tp)
+            self.scheme.check_layer(f"{self.prefix}.{projection}", *whole[projection], tp=tp, device="cpu")
             for suffix, tensor in self._zeros(shapes[projection], params_dtype).items():
                 name = f"{projection}_{suffix}" if suffix else projection
                 layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

@@ -2,10 +2,14 @@
 
 A family is everything that changes the best choice (dtypes, N, K) and M rounded up to a power of two, so that ragged
 batches neither tune nor compile again in mid-training. The file is ``autotune-<card>-triton<version>.json`` in
-``Tuner.directory``; deleting it is safe. Candidates that a card cannot hold (shared memory) are passed over.
+``Tuner.directory``, inside Triton's own cache, so that it is the user's as that is; deleting it is safe. Without the file (one that
+cannot be read counts as none, one that cannot be written is left out) every process times anew. Candidates that a card cannot hold
+(shared memory) are passed over.
 """
 
+import contextlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,6 +20,8 @@ import torch
 import triton
 
 from qarl_openrlhf.kernels.library import INTERPRETED
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,25 +41,32 @@ def bucket(m: int, low: int = 16, high: int = 16384) -> int:
 class Tuner:
     """Remembered choices of one process, read from and written to disk."""
 
-    directory = Path(triton.knobs.cache.dir).parent / "qarl_openrlhf"
+    directory = Path(triton.knobs.cache.dir) / "qarl_openrlhf"
     choices: dict[str, Config] = {}
     path: Path | None = None
+    writable = True
 
     @classmethod
     def load(cls) -> None:
         card = torch.cuda.get_device_name().replace(" ", "-")
         cls.path = cls.directory / f"autotune-{card}-triton{triton.__version__}.json"
-        if cls.path.exists():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # none yet, another user's, or broken
             stored = json.loads(cls.path.read_text())
             cls.choices = {key: Config(tuple(c["sizes"]), c["warps"], c["stages"]) for key, c in stored.items()}
 
     @classmethod
     def save(cls) -> None:
         """Replace the file in one step, so that ranks tuning side by side never leave a broken one."""
-        cls.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cls.path.parent, delete=False) as file:
-            json.dump({key: c.__dict__ for key, c in sorted(cls.choices.items())}, file, indent=1)
-        os.replace(file.name, cls.path)
+        if not cls.writable:
+            return
+        try:
+            cls.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=cls.path.parent, delete=False) as file:
+                json.dump({key: c.__dict__ for key, c in sorted(cls.choices.items())}, file, indent=1)
+            os.replace(file.name, cls.path)
+        except OSError as error:
+            cls.writable = False
+            log.warning("block sizes of kernels are not kept for later runs: %s cannot be written (%s)", cls.path, error)
 
 
 def tuned(kernel: str, family: tuple, candidates: list[Config], launch: Callable[[Config], None]) -> Config:

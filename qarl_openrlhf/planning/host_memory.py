@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
+from qarl_openrlhf.optim.exchange import peak_bytes
 from qarl_openrlhf.planning.memory import GIB, SAMPLED, ModelShape, gib, kv_bytes_per_token, micro_batch_tokens, packed_bytes
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -43,7 +44,13 @@ def host_parts(args, shape: ModelShape) -> list[HostPart]:
         HostPart("BF16 parameters", 2 * p * whole, "--ds.zero_stage 3" if whole > 1 else ""),
         HostPart("optimizer state, gradients", states * (1 if stage else ranks), "" if stage else "--ds.zero_stage 2"),
     ]
-    cache = packed_bytes(scheme) + (copy if args.quant.cache == "dequant" else 0)
+    if args.actor.optim == "muon":
+        whole_matrices = peak_bytes(shape.stacks, shape.matrices, ranks if stage else 1, in_float32=copy == 4)
+        parts.append(HostPart("whole matrices (Muon)", ranks * whole_matrices))
+    if args.train.enable_ema:  # a BF16 model a learner, and one float32 copy over all of them
+        parts.append(HostPart("moving average", 2 * p * whole + 4 * p, "no --train.enable_ema"))
+    codes = 4 if scheme.activation_format == "int8" else 0  # of a weight in float32, for the product of 8-bit activations
+    cache = packed_bytes(scheme) + (copy + codes if args.quant.cache == "dequant" else 0)
     if scheme.quantized and args.quant.cache != "none":
         less = {"dequant": "--quant.cache packed", "packed": "--quant.cache none"}[args.quant.cache]
         parts.append(HostPart(f"quantization cache ({args.quant.cache})", int(shape.quantized * cache) * ranks, less))
@@ -61,11 +68,16 @@ def host_parts(args, shape: ModelShape) -> list[HostPart]:
     published = int(shape.quantized * packed_bytes(scheme)) + 2 * (p - shape.quantized)
     bucket = max(int(args.sync.bucket_mb * 2**20), 2 * shape.largest_other)
     parts.append(HostPart("push", min(published, 2 * bucket) + engines * min(published, bucket), "a smaller --sync.bucket_mb"))
+    if scheme.quantized:  # metrics.changed_codes of rank 0: those of the last push and of the first
+        parts.append(HostPart("codes of earlier pushes", 2 * shape.quantized // (2 if scheme.weight_format == "int4" else 1)))
     others = [args.algo.kl.init_coef > 0, bool(args.critic.model_name_or_path), not args.reward.remote_url]
     if any(others):
         parts.append(HostPart("reference, critic, reward model (of the policy's size)", sum(others) * (PROCESS + 2 * p)))
     fewer = "a smaller --vllm.num_engines" if args.vllm.num_engines > 1 else ""
-    weights = published + int(shape.quantized * copy) * (scheme.quantized or copy == 4)
+    # What an engine's products read, beside the weights that are pushed: engine.cpu_method, one copy over the ranks of TP.
+    operands = shape.quantized * (codes or copy) if scheme.quantized else (copy == 4) * copy * shape.matrices
+    lm_head = (copy == 4) * copy * shape.vocabulary * shape.hidden
+    weights = published + operands + lm_head
     parts += [
         HostPart("engine processes", engines * (ENGINE + WARM_UP * SAMPLED * shape.vocabulary), fewer),
         HostPart("engine weights", args.vllm.num_engines * weights, fewer),

@@ -5,11 +5,15 @@ KV cache. Estimated: activations, logits, what CUDA and vLLM take beside them (t
 follow a training step; only what exists in a phase is added up.
 """
 
+import math
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 from qarl_openrlhf.engine.engine_args import engine_args
+from qarl_openrlhf.optim.exchange import peak_bytes
 from qarl_openrlhf.optim.groups import matrix_shapes
-from qarl_openrlhf.planning.offload import MOMENT_8BIT, data_parallel, eight_bits, offloaded, pieces
+from qarl_openrlhf.planning.offload import MOMENT_8BIT, average_bytes, data_parallel, eight_bits, offloaded, pieces
 from qarl_openrlhf.planning.reduce_bucket import reduce_bucket
 from qarl_openrlhf.quant.convert import ConversionReport
 from qarl_openrlhf.quant.scheme import QuantScheme
@@ -25,7 +29,9 @@ LIVE = 1_000_000_000  # ZeRO-3 gathers at most this many parameters at a time, a
 LOGITS = 12
 CHUNK_LOGITS = 2  # the same of a chunk on a card: BF16 logits, which their gradient overwrites (kernels.token_log_probs)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: codes, and scales of 64 in 8 bits with float32 scales of 256 of their own
+SHARE = "--vllm.gpu_memory_utilization"
 PHASES = ("rollout", "forward and backward", "optimizer step", "publish")
+_DECODER_LAYER = re.compile(r".*?\blayers\.\d+\.")
 USABLE = 0.97  # of a card's memory: the driver's share, and what the allocator cannot give out in one piece
 
 
@@ -51,6 +57,8 @@ class ModelShape:
     vocabulary: int
     experts_hidden: int = 0  # hidden features of the sorted copies a mixture of experts makes, a token
     tensors: tuple[tuple[int, bool], ...] = ()  # (weights, whether Muon updates it) of each parameter, in order
+    layer: int = 0  # weights of the largest decoder layer
+    stacks: tuple[tuple[int, int, int], ...] = ()  # (count, rows, columns) of the parameters that Muon updates, each shape once
 
     @classmethod
     def of(cls, model, report: ConversionReport, config) -> "ModelShape":
@@ -60,6 +68,10 @@ class ModelShape:
         plain = [p.numel() for name, p in model.named_parameters() if name.removesuffix(".weight") not in quantized]
         active = getattr(text, "num_experts_per_tok", 0) if getattr(text, "num_experts", 0) else 0
         matrices = matrix_shapes(model)
+        in_layer = Counter()
+        for name, p in model.named_parameters():
+            if found := _DECODER_LAYER.match(name):
+                in_layer[found[0]] += p.numel()
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
             quantized=sum(p.experts * p.out_features * p.in_features for p in report.quantized),
@@ -75,6 +87,8 @@ class ModelShape:
             vocabulary=text.vocab_size,
             experts_hidden=active * text.hidden_size,
             tensors=tuple((p.numel(), name in matrices) for name, p in model.named_parameters()),
+            layer=max(in_layer.values(), default=0),
+            stacks=tuple(sorted(set(matrices.values()))),
         )
 
 
@@ -132,6 +146,16 @@ def packed_bytes(scheme: QuantScheme) -> float:
     return 0.5 + 2 / scheme.group_size if scheme.weight_format == "int4" else 1.0
 
 
+def staging_bytes(bucket_mb: float, shape: ModelShape, scheme: QuantScheme) -> int:
+    """The two buffers of an end of a push: each holds a bucket, or the largest tensor, which travels whole whatever the TP."""
+    return 2 * max(int(bucket_mb * 2**20), int(shape.largest * packed_bytes(scheme)), 2 * shape.largest_other)
+
+
+def rebuilt_bytes(shape: ModelShape, tp: int) -> int:
+    """The layer that an engine's rank brings into its kernels' layout on the side: at most its BF16 weights, before and after."""
+    return int(2 * shape.layer / tp)
+
+
 def cache_bytes(scheme: QuantScheme, mode: str, shape: ModelShape) -> int:
     """The learner's quantization cache on every rank, at every ZeRO stage: the whole model's packed weights are on each."""
     if not scheme.quantized or mode == "none":
@@ -155,7 +179,7 @@ def estimate(args, shape: ModelShape) -> list[Estimate]:
     learner.parts.append(Part("CUDA context, NCCL (learner)", CONTEXT, tuple(phases)))
     if not args.vllm.num_engines:
         return [learner]
-    engine = _engine(args, shape, phases if shared else ["rollout"], shared)
+    engine = _engine(args, shape, phases if shared else ["rollout", "publish"], shared)
     if not shared:
         return [learner, engine]
     both = Estimate("each GPU (learner and engine)", learner.parts + engine.parts, learner.host + engine.host)
@@ -190,6 +214,9 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
         Part(f"optimizer state{' (8 bits)' if eight else ''}", 0 if offload else int(moments), states, fewer),
         Part("gradients in FP32 for the step", 0 if offload else int(4 * step_share), (step,), fewer),
     ]
+    if args.actor.optim == "muon":
+        size = peak_bytes(shape.stacks, shape.matrices, copies if stage else 1)
+        parts.append(Part("whole matrices (Muon)", size, (step,)))
     tensor = max(shape.largest, shape.largest_other)
     parts += _gradients(p, tensor, copies, stage, offload, args.ds.overlap_comm, phases, states, zero3 or fewer)
     if stage == 3:
@@ -209,13 +236,14 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
         nf4 = args.ref.load_in_4bit  # whole on every GPU; embeddings, lm_head and norms stay BF16
         size = NF4 * shape.matrices + 2 * (p - shape.matrices) if nf4 else 2 * (p / copies if stage == 3 else p)
         parts.append(Part(f"reference model{' (NF4)' if nf4 else ''}", int(size), tuple(phases), "" if nf4 else "--ref.load_in_4bit or --ref.offload"))
-    largest = max(int(shape.largest * packed_bytes(scheme)), 2 * shape.largest_other)
-    buffers = 2 * max(int(args.sync.bucket_mb * 2**20), largest)
-    parts.append(Part("sync buffers (rank 0)", buffers, tuple(phases)))
+    average, average_host = average_bytes(args, shape)
+    if average:
+        parts.append(Part("moving average", average, tuple(phases), "--ds.zero_stage 3 (main memory), or no --train.enable_ema"))
+    parts.append(Part("sync buffers (rank 0)", staging_bytes(args.sync.bucket_mb, shape, scheme), tuple(phases)))
     notes = [f"{tokens:,} tokens in the largest micro-batch"]
     if args.critic.model_name_or_path or not args.reward.remote_url:
         notes.append("not counted: critic and reward model")
-    return Estimate("each learner GPU", parts, offloaded(args, shape), notes)
+    return Estimate("each learner GPU", parts, offloaded(args, shape) + average_host, notes)
 
 
 def _gradients(p: int, largest: int, copies: int, stage: int, offload: bool, overlap: bool, phases, states, advice: str) -> list[Part]:
@@ -277,16 +305,18 @@ def _engine(args, shape: ModelShape, phases: list[str], shared: bool) -> Estimat
     more = max(0, engine_args(args).get("max_num_seqs", 0) - AT_ONCE)
     asleep = shared and args.vllm.enable_sleep
     everywhere = ("rollout",) if asleep else tuple(phases)
-    less = "a smaller --vllm.gpu_memory_utilization" + ("" if asleep or not shared else ", or --vllm.enable_sleep")
+    less = f"a smaller {SHARE}" + ("" if asleep or not shared else ", or --vllm.enable_sleep")
     parts = [
         Part("engine weights", weights, ("rollout", "publish") if asleep else tuple(phases), "a larger --vllm.tensor_parallel_size"),
         Part("engine working memory", ENGINE_WORK + SAMPLED * shape.vocabulary * more, everywhere),
         Part("KV cache", 0, everywhere, less),  # filled in by complete()
     ]
-    if shared:
-        parts.append(Part("CUDA context, NCCL (engine)", CONTEXT, tuple(phases)))
-    else:
-        parts.append(Part("CUDA context, NCCL (engine)", CONTEXT, ("rollout",)))
+    parts.append(Part("CUDA context, NCCL (engine)", CONTEXT, tuple(phases)))
+    parts.append(Part("a layer brought into its kernel's layout", rebuilt_bytes(shape, tp), ("publish",)))
+    if not shared:  # colocated engines read the learner's buffers, or copy one where the learner has none: counted there
+        staging = staging_bytes(args.sync.bucket_mb, shape, scheme)
+        bucket = staging == 2 * int(args.sync.bucket_mb * 2**20)
+        parts.append(Part("sync buffers (engine)", staging, tuple(phases), "a smaller --sync.bucket_mb" if bucket else ""))
     return Estimate("each engine GPU", parts, weights * args.actor.num_gpus_per_node if asleep else 0)
 
 
@@ -326,5 +356,22 @@ def complete(estimates: list[Estimate], args, shape: ModelShape, card: int | Non
                 f"({gib(parts['engine weights'].bytes)}) and working memory, and one response of --data.max_len "
                 f"{args.data.max_len} needs {gib(each)}: raise it or --vllm.tensor_parallel_size, or lower --data.max_len"
             )
+        parts["KV cache"].advice = _smaller_cache(one, parts, card, beside, each, fixed is not None)
         one.notes.append(f"KV cache: {max(0, room) // each} responses of {args.data.max_len:,} tokens at a time")
     return problems
+
+
+def _smaller_cache(one: Estimate, parts: dict[str, Part], card: int, beside: int, each: int, fixed: bool) -> str:
+    """What lowers the KV cache, with a value at which all phases fit that it is in, where one response then still does.
+
+    vLLM takes its share when it starts, whatever comes later: the buffers of the first push, a colocated learner.
+    """
+    if fixed:
+        return "a smaller kv_cache_memory_bytes of --vllm.engine_args"
+    cache = parts["KV cache"]
+    others = max(one.total(phase) for phase in cache.phases) - cache.bytes
+    room = int(card * USABLE) - others
+    share = math.floor((room + beside) / card * 100) / 100
+    if int(card * share) - beside < each:
+        return cache.advice
+    return cache.advice.replace(f"a smaller {SHARE}", f"{SHARE} {share:g}")

@@ -69,3 +69,17 @@ def offloaded(args, shape: ModelShape, pin=pinned) -> int:
     # Both in FP32, the BF16 weights to be sent back, a buffer a tensor of accumulated gradients, and one for the largest on its way.
     accumulated = 2 * p // copies + pin(2 * max(shape.largest, shape.largest_other))
     return ranks * (states + 2 * floats + sum(pin(2 * weights) for weights, _ in flats) + accumulated)
+
+
+def average_bytes(args, shape: ModelShape, pin=pinned) -> tuple[int, int]:
+    """(of a GPU, of a node's main memory) for ``--train.enable_ema``: a BF16 model, and a float32 copy of what a rank updates.
+
+    OpenRLHF offloads that model, which DeepSpeed does under ZeRO-3 only, tensor by tensor; under others it is whole on every GPU.
+    """
+    if not args.train.enable_ema:
+        return 0, 0
+    copies = data_parallel(args)
+    floats = 4 * shape.parameters // copies
+    if args.ds.zero_stage < 3:
+        return 2 * shape.parameters + floats, 0
+    return 0, args.actor.num_gpus_per_node * (sum(pin(2 * -(-tensor // copies)) for tensor, _ in shape.tensors) + floats)

@@ -68,13 +68,13 @@ class ConversionReport:
 
 
 def convert_model(
-    model: nn.Module, scheme: QuantScheme, *, cache: str = "packed", skip: tuple[str, ...] = (), tp: int = 1
+    model: nn.Module, scheme: QuantScheme, *, cache: str = "packed", skip: tuple[str, ...] = (), tp: int = 1, device: str | None = None
 ) -> ConversionReport:
     """Swap every nn.Linear of a decoder model for a :class:`QuantLinear`, and attach a
     :class:`~qarl_openrlhf.quant.experts.QuantExperts` to every block of fused experts; sets ``model.quant_cache``.
 
     cache: ``packed``, ``dequant`` or ``none``. skip: names or fnmatch patterns of layers to leave unquantized. tp: the
-    engine's tensor-parallel size, which decides whether the groups fit. Works on meta and ZeRO-3 partitioned parameters.
+    engine's tensor-parallel size, which decides whether the groups fit. device: "cuda" or "cpu" of the run, see ``check_layer``. Works on meta and ZeRO-3 partitioned parameters.
     QuantError, before anything is changed, for a layer that cannot run the scheme, and for a model that is converted already.
     """
     if hasattr(model, "quant_cache"):
@@ -97,7 +97,7 @@ def convert_model(
             else:
                 block = plan.name.rpartition(".")[0]
                 experts.check(blocks[block], block)
-            scheme.check_layer(plan.name, plan.out_features, plan.in_features, tp)
+            scheme.check_layer(plan.name, plan.out_features, plan.in_features, tp, device)
     if scheme.quantized:
         if not any(plan.scheme for plan in plans):
             raise QuantError(f"{type(model).__name__} has no nn.Linear in a `layers.N.` module: nothing to run {scheme} on")

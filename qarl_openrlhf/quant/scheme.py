@@ -7,7 +7,10 @@ the learner's forward stays in BF16.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import torch
 
 from qarl_openrlhf.quant.errors import QuantError
 
@@ -25,6 +28,9 @@ _CHECKPOINT_FORMAT = {
 # which moves no group (whether heads divide by TP is the engine's own check).
 _ROW_PARALLEL = ("o_proj", "down_proj")
 _TP_SIZES = (1, 2, 4, 8, 16)
+# Of the learner's kernels on a card (kernels.quantize_pack, act_quant, w8a8_gemm); the references on a CPU take any.
+MAX_ROW = 32768
+MULTIPLE = 16
 
 
 def _known() -> str:
@@ -99,19 +105,21 @@ class QuantScheme:
         """bf16, int8 or fp8."""
         return _ACTIVATION_FORMAT[self.name]
 
-    def check_layer(self, layer_name: str, out_features: int, in_features: int, tp: int = 1) -> None:
+    def check_layer(self, layer_name: str, out_features: int, in_features: int, tp: int = 1, device: str | None = None) -> None:
         """QuantError if this layer cannot run quantized on ``tp`` tensor-parallel engine ranks.
 
-        The message names the layer and the group sizes and TP sizes that would work.
+        device: "cuda" or "cpu" of the run; by default a GPU where PyTorch sees one. The message names the layer and the group sizes
+        and TP sizes that would work.
         """
         if not isinstance(tp, int) or tp < 1:
             raise QuantError(f"tensor parallel size {tp!r} does not exist: use 1 or more")
-        problem = self._layer_problem(layer_name, out_features, in_features, tp)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        problem = self._layer_problem(layer_name, out_features, in_features, tp, device)
         if problem is None:
             return
 
         def fits(scheme: QuantScheme, size: int) -> bool:
-            return scheme._layer_problem(layer_name, out_features, in_features, size) is None
+            return scheme._layer_problem(layer_name, out_features, in_features, size, device) is None
 
         works = [f"{self.name}:g{g}" for g in GROUP_SIZES.get(self.name, ()) if fits(QuantScheme(self.name, g), tp)]
         sizes = [str(size) for size in _TP_SIZES if fits(self, size)]
@@ -120,26 +128,28 @@ class QuantScheme:
             hints.append(f"at TP {tp} use {' or '.join(works)}")
         if sizes and tp > 1:
             hints.append(f"with {self} use TP {' or '.join(sizes)}")
-        hints = hints or [self._others(layer_name, out_features, in_features, tp)]
+        hints = hints or [self._others(tp, fits)]
         shape = f"[{out_features}, {in_features}]"
         raise QuantError(f"layer {layer_name} {shape} cannot run {self} at TP {tp}: {problem}; {'; '.join(hints)}")
 
-    def _others(self, layer_name: str, out_features: int, in_features: int, tp: int) -> str:
+    @staticmethod
+    def _others(tp: int, fits: Callable[["QuantScheme", int], bool]) -> str:
         """Which other schemes this layer can run, at this TP or else at some."""
         every = [QuantScheme(name, group) for name in NAMES if name != "bf16" for group in GROUP_SIZES.get(name, (None,))]
-
-        def fitting(size: int) -> str:
-            return ", ".join(str(s) for s in every if s._layer_problem(layer_name, out_features, in_features, size) is None)
-
-        found = {size: names for size in (tp, *_TP_SIZES) if (names := fitting(size))}
+        found = {size: names for size in (tp, *_TP_SIZES) if (names := ", ".join(str(s) for s in every if fits(s, size)))}
         if not found:
             return "no quantized scheme fits this layer: use bf16"
         size, names = next(iter(found.items()))
         return f"at TP {size} use {names}, or bf16"
 
-    def _layer_problem(self, layer_name: str, out_features: int, in_features: int, tp: int) -> str | None:
+    def _layer_problem(self, layer_name: str, out_features: int, in_features: int, tp: int, device: str) -> str | None:
         if not self.quantized:
             return None
+        if device == "cuda" and self.activation_format != "bf16":  # the learner's rows are whole, whatever the TP
+            if in_features > MAX_ROW:
+                return f"the kernels hold rows of at most {MAX_ROW} input features, not {in_features}"
+            if self.aligned and in_features % MULTIPLE:
+                return f"the 8-bit products need input features in multiples of {MULTIPLE}, not {in_features}"
         row_parallel = layer_name.rsplit(".", 1)[-1] in _ROW_PARALLEL
         if row_parallel and in_features % tp:
             return f"{in_features} input features do not divide by TP {tp}"

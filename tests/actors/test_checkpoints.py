@@ -10,7 +10,7 @@ import torch
 from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
 from qarl_openrlhf.checkpoint.find import choose
-from qarl_openrlhf.checkpoint.state import local_weights, random_state, set_local_weights, set_random_state
+from qarl_openrlhf.checkpoint.state import random_state, set_random_state
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.preflight.resume import choose_checkpoint
 
@@ -116,17 +116,5 @@ def test_random_state_is_all_of_it():
     assert draw() != expected
     set_random_state(state)
     assert draw() == expected
-
-
-def test_the_moving_average_is_kept():
-    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    kept = local_weights(model, rank=0)
-    set_local_weights(other, kept)
-    assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)
-    assert local_weights(model, rank=1) == {}
-    sharded = torch.nn.Linear(3, 2)
-    for parameter in sharded.parameters():  # as DeepSpeed's ZeRO-3 marks them
-        parameter.ds_tensor = torch.full((4,), 7.0)
-    assert all(torch.equal(shard, torch.full((4,), 7.0)) for shard in local_weights(sharded, rank=1).values())
 
 

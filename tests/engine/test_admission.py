@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -9,6 +10,8 @@ from vllm import SamplingParams
 
 from qarl_openrlhf.engine.admission import Admission
 from qarl_openrlhf.engine.stops import as_tokens
+
+from tests.tiny_models import make_tokenizer
 
 from . import tiny
 
@@ -146,7 +149,22 @@ def test_an_engine_that_cannot_generate_tells_all_who_wait():
 )
 def test_stop_strings_of_one_character_become_tokens(stop, strings, single):
     tokenizer = tiny.tokenizer()
-    kept, tokens = as_tokens(stop, tokenizer)
+    kept, tokens = as_tokens(stop, tokenizer, model_that_ends_with())
     assert kept == strings
-    containing = [i for i in range(len(tokenizer)) if single and single in tokenizer.decode([i])]
+    texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+    containing = [i for i, text in enumerate(texts) if single and single in text and text != "<eos>"]
     assert tokens == containing and bool(tokens) == bool(single)
+
+
+def test_what_ends_a_response_anyway_is_no_stop_token():
+    tokenizer = make_tokenizer()
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+    bar, endoftext, start, end, pad = tokenizer.convert_tokens_to_ids(["|", *names])
+    assert tokenizer.eos_token_id == end
+    for more, rest in ((None, [endoftext, start, pad, bar]), (pad, [endoftext, start, bar]), ([end, endoftext], [start, pad, bar])):
+        assert as_tokens(["|"], tokenizer, model_that_ends_with(more)) == ([], sorted(rest))
+
+
+def model_that_ends_with(more=None) -> SimpleNamespace:
+    """What ``as_tokens`` sees of vLLM's model config. more: eos_token_id of a generation_config.json."""
+    return SimpleNamespace(try_get_generation_config=lambda: {} if more is None else {"eos_token_id": more})

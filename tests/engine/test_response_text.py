@@ -10,6 +10,8 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from qarl_openrlhf.data.byte_tokenizer import byte_tokenizer
 from qarl_openrlhf.engine.response_text import response_text
+from qarl_openrlhf.engine.stops import as_tokens
+from tests.tiny_models import make_tokenizer
 
 from . import tiny
 
@@ -45,6 +47,21 @@ def test_any_tokens_and_any_end(make, special):
         for reason in ("stop", "length"):
             output = SimpleNamespace(token_ids=ids, finish_reason=reason)
             assert response_text(tokenizer, prompt, output, params) == one_by_one(tokenizer, prompt, ids, reason, params)
+
+
+@pytest.mark.parametrize(
+    ("stop", "written", "text"),
+    [("+", "12 + 3", "12 +"), ("+", "12<|im_end|>", "12"), ("|", "12<|im_end|>", "12"), ("u", "1 sum", "1 sum")],
+)
+def test_the_whole_token_that_a_stop_character_ends_with_belongs_to_the_text(stop, written, text):
+    tokenizer = make_tokenizer()
+    _, stops = as_tokens([stop], tokenizer, SimpleNamespace(try_get_generation_config=lambda: {}))
+    ids = tokenizer(written)["input_ids"]
+    end = next(i for i, token in enumerate(ids) if token in (*stops, tokenizer.eos_token_id))
+    assert len(tokenizer.decode(ids[end])) > 1  # else no token would be longer than the stop string
+    output = SimpleNamespace(token_ids=ids[: end + 1], finish_reason="stop", stop_reason=None)
+    params = SamplingParams(skip_special_tokens=False)
+    assert response_text(tokenizer, [5], output, params, stops) == text
 
 
 def test_an_engine_gives_text_where_it_was_asked_for(qwen3):

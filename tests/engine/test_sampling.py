@@ -49,12 +49,47 @@ def test_min_tokens_does_not_mask_the_end_of_sequence(qwen3):
 def test_stop_strings_end_a_response_and_belong_to_it(qwen2):
     qwen2.publish()
     tokenizer = tiny.tokenizer()
-    params = SamplingParams(temperature=1.0, max_tokens=300, seed=5)
+    params = SamplingParams(temperature=1.0, max_tokens=300, seed=5, skip_special_tokens=False)
     outputs = ray.get([qwen2.engines[0].generate.remote([i, 9], params) for i in range(3, 11)], timeout=120)
     stopped = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "stop"]
-    texts = [tokenizer.decode(output.token_ids) for output in stopped if output.token_ids[-1] != tokenizer.eos_token_id]
-    assert texts
+    stopped = [output for output in stopped if output.token_ids[-1] != tokenizer.eos_token_id]
+    texts = [tokenizer.decode(output.token_ids) for output in stopped]
+    assert texts and texts == [output.text for output in stopped]
     assert all(text.endswith("e") and text.count("e") == 1 for text in texts)
+
+
+def test_longer_stop_strings_belong_to_the_text_and_the_end_of_sequence_does_not(qwen3):
+    tokenizer, head = tiny.tokenizer(), qwen3.learner.model.lm_head.weight
+    eos = tokenizer.eos_token_id
+    old = head.detach().clone()
+    with torch.no_grad():
+        head[eos] *= 2  # now and then the likeliest token
+    qwen3.publish()
+
+    def sampled(stop: list[str]) -> list:
+        def set_stop(actor) -> None:
+            actor.stop = stop
+
+        ray.get(qwen3.engines[0].__ray_call__.remote(set_stop), timeout=30)
+        params = SamplingParams(temperature=1.0, max_tokens=150, seed=5, skip_special_tokens=False)
+        outputs = ray.get([qwen3.engines[0].generate.remote([i, 9], params) for i in range(3, 19)], timeout=120)
+        return [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "stop"]
+
+    try:
+        texts = [tokenizer.decode(output.token_ids) for output in sampled([])]
+        texts = [text[i : i + 2] for text in texts for i in range(len(text) - 7)]
+        pairs = [text for text in texts if text.isascii() and text.isalnum() and text not in "<unk><eos><pad>"][:3]
+        stopped = sampled(pairs)
+    finally:
+        with torch.no_grad():
+            head.copy_(old)
+        sampled([])
+    by_eos = [output for output in stopped if output.token_ids[-1] == eos]
+    assert by_eos and len(by_eos) < len(stopped)
+    for output in stopped:
+        text = tokenizer.decode([token for token in output.token_ids if token != eos])
+        assert output.text == (text.rstrip("\ufffd") if output in by_eos else text)  # half a character is none of the text
+        assert (output.text[-2:] in pairs) == (output not in by_eos)
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}])

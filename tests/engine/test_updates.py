@@ -11,6 +11,7 @@ import ray
 import torch
 from vllm import SamplingParams
 
+from qarl_openrlhf.engine import clean_up
 from qarl_openrlhf.engine.state import EngineNotReady
 from qarl_openrlhf.sync.errors import SyncError
 from qarl_openrlhf.sync.publisher import Publisher
@@ -191,6 +192,69 @@ def test_requests_in_flight_are_aborted_if_the_update_fails(qwen3):
     for call in calls:
         assert isinstance(refusal(call), EngineNotReady)
     assert_heals(qwen3)
+
+
+def test_requests_in_flight_are_aborted_however_late_a_worker_answers(qwen3):
+    """A worker that waits for a peer keeps the clean-up waiting for longer than the update that failed waits for it."""
+    qwen3.publish()
+    qwen3.publisher.close()
+    engine = qwen3.engines[0]
+    params = SamplingParams(temperature=1.0, max_tokens=350, ignore_eos=True)
+    calls = [engine.generate.remote([5 + i, 6, 7], params) for i in range(4)]
+    time.sleep(0.2)
+    ray.get(engine.begin_update.remote(qwen3.version + 1), timeout=30)
+
+    def block(actor) -> None:
+        def wait(worker) -> None:
+            time.sleep(8)
+
+        actor.blocked = asyncio.run_coroutine_threadsafe(actor.llm.collective_rpc(wait), actor.llm.output_handler.get_loop())
+
+    ray.get(engine.__ray_call__.remote(block), timeout=30)
+    started = time.monotonic()
+    ray.get(engine.abort_update.remote("given up"), timeout=30)
+    assert 4 < time.monotonic() - started < 7.5
+    for call in calls:
+        assert isinstance(refusal(call), EngineNotReady)
+    assert_heals(qwen3)
+
+
+class TestCleanUp:
+    """Without an engine: what is tried again, and until when."""
+
+    @staticmethod
+    def run(monkeypatch, errors: list, *, wanted=lambda: True, then: float = 0.2) -> tuple[int, list[float]]:
+        """(steps taken, [seconds that run() took]); each step takes 0.02 s and raises the next of the errors, if any is left."""
+        monkeypatch.setattr(clean_up, "WAIT_S", 0.05)
+        monkeypatch.setattr(clean_up, "RETRY_S", 0.001)
+        taken, left = [], list(errors)
+
+        async def steps() -> None:
+            taken.append(time.monotonic())
+            await asyncio.sleep(0.02)
+            if left:
+                raise left.pop(0)
+
+        async def main() -> float:
+            started = time.monotonic()
+            await clean_up.CleanUp().run("engine 0", steps, wanted)
+            waited = time.monotonic() - started
+            await asyncio.sleep(then)
+            return waited
+
+        return asyncio.run(main()), len(taken)
+
+    def test_it_goes_on_in_the_background_until_the_workers_answer(self, monkeypatch, capfd):
+        waited, taken = self.run(monkeypatch, [TimeoutError("no answer")] * 4)
+        assert taken == 5 and 0.04 < waited < 0.1
+        assert "engine 0: clean-up after a failed weight update: TimeoutError: no answer" in capfd.readouterr().out
+
+    def test_a_dead_engine_ends_it(self, monkeypatch):
+        assert self.run(monkeypatch, [EngineNotReady("its process died")] * 4)[1] == 1
+
+    def test_a_new_learner_ends_it(self, monkeypatch):
+        until = time.monotonic() + 0.05
+        assert 1 <= self.run(monkeypatch, [TimeoutError()] * 100, wanted=lambda: time.monotonic() < until)[1] < 10
 
 
 def test_a_late_failure_of_a_given_up_update_does_not_reach_into_the_next(qwen3):

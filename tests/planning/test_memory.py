@@ -1,11 +1,15 @@
 """The estimate against what is measured: the cache's own bytes, the published tensors, the optimizer of the recipe."""
 
 import dataclasses
+import json
 from types import SimpleNamespace as N
 
 import pytest
 import torch
 
+from qarl_openrlhf.bench import sync, sync_room
+from qarl_openrlhf.bench.step_plan import Model
+from qarl_openrlhf.optim.exchange import peak_bytes
 from qarl_openrlhf.planning import memory, offload
 from qarl_openrlhf.planning.memory import GIB, Estimate, ModelShape, Part, cache_bytes, packed_bytes
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
@@ -140,3 +144,98 @@ def test_a_bucket_of_gradients_is_no_larger_than_the_model():
     assert bucket(135 * 10**6, 3, False) == 2 * 135 * 10**6
     assert bucket(135 * 10**6, 2, True) == 2 * 2 * 135 * 10**6
     assert bucket(8 * 10**9, 3, True) == 2 * 500_000_000
+
+
+def apart(**changes) -> N:
+    """An 8B on eight GPUs, four that learn and four that sample, by flags that the estimate reads."""
+    args = N(
+        quant=N(scheme="w4a16", cache="packed", kernel="auto"), sync=N(bucket_mb=256), data=N(max_len=4096), algo=N(kl=N(init_coef=0)),
+        ds=N(zero_stage=3, param_dtype="bf16", ring_attn_size=1, tensor_parallel_size=1, adam_offload=False, enable_sleep=False, overlap_comm=False),
+        actor=N(num_nodes=1, num_gpus_per_node=4, optim="adam", gradient_checkpointing_enable=True, logprob_chunk=2048, adam=N(state_bits=32)),
+        vllm=N(num_engines=4, tensor_parallel_size=1, gpu_memory_utilization=0.95, enable_sleep=False, engine_args="{}"),
+        train=N(colocate_all=False, async_enable=False, dynamic_batch_enable=True, micro_batch_size=1, max_tokens_per_gpu=8192, enable_ema=False),
+        critic=N(model_name_or_path=None), reward=N(remote_url="x"),
+    )  # fmt: skip
+    for name, value in changes.items():
+        group, _, flag = name.partition("__")
+        setattr(getattr(args, group), flag, value)
+    return args
+
+
+def shape_8b(scheme: str) -> ModelShape:
+    return Model.of("8b", None, scheme).shape
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "fp8"])
+@pytest.mark.parametrize("tp, bucket_mb", [(1, 256), (2, 4096)])
+def test_an_engine_of_its_own_has_the_buffers_of_a_push(scheme, tp, bucket_mb):
+    """As much as bench_sync counts for its engine."""
+    cache = sync.ENGINE["kv_cache_memory_bytes"]
+    args = apart(
+        quant__scheme=scheme, sync__bucket_mb=bucket_mb, vllm__tensor_parallel_size=tp,
+        vllm__engine_args=json.dumps({"kv_cache_memory_bytes": cache, "max_num_seqs": 128}),
+    )  # fmt: skip
+    shape = shape_8b(scheme)
+    estimates = memory.estimate(args, shape)
+    memory.complete(estimates, args, shape, 80 * GIB)
+    engine = estimates[1]
+    wanted = sync_room.engine_bytes(N(shape="8b", layers=None, tp=tp, bucket_mb=bucket_mb), scheme)
+    assert engine.peak == "publish" and engine.total("publish") == pytest.approx(wanted, abs=2)
+    staging = 2 * max(bucket_mb * 2**20, 2 * 151936 * 4096)  # lm_head travels whole
+    assert wanted - engine.total("rollout") == memory.rebuilt_bytes(shape, tp)
+    assert {part.name: part.bytes for part in engine.parts}["sync buffers (engine)"] == staging
+
+
+def test_a_share_that_leaves_no_room_for_the_first_push_is_named_with_one_that_does():
+    args, shape = apart(), shape_8b("w4a16")
+
+    def engine(**changes) -> tuple[Estimate, str | None]:
+        for flag, value in changes.items():
+            setattr(args.vllm, flag, value)
+        estimates = memory.estimate(args, shape)
+        assert memory.complete(estimates, args, shape, 80 * GIB) == []
+        return estimates[1], estimates[1].problem(80 * GIB)
+
+    before, problem = engine()
+    assert before.total("publish") == pytest.approx(0.95 * 80 * GIB + 2.68 * GIB, rel=0.001)
+    assert "in phase 'publish'" in problem and "lower KV cache" in problem
+    named = float(problem.partition("--vllm.gpu_memory_utilization ")[2].split(";")[0])
+    assert engine(gpu_memory_utilization=named)[1] is None
+    assert engine(gpu_memory_utilization=named + 0.01)[1] is not None
+    fixed = json.dumps({"kv_cache_memory_bytes": 75 * GIB})
+    assert "a smaller kv_cache_memory_bytes of --vllm.engine_args" in engine(engine_args=fixed)[1]
+    estimates = memory.estimate(args, shape)
+    assert memory.complete(estimates, args, shape, 10 * GIB)[-1:] == []  # a fixed cache; nothing to compute a share from
+
+
+def test_a_colocated_engine_has_the_learners_buffers():
+    args, shape = apart(train__colocate_all=True, vllm__enable_sleep=True), shape_8b("w4a16")
+    (both,) = memory.estimate(args, shape)
+    assert [part.name for part in both.parts if part.name.startswith("sync buffers")] == ["sync buffers (rank 0)"]
+    assert [part.phases for part in both.parts if part.name.startswith("a layer brought")] == [("publish",)]
+
+
+def test_muon_puts_whole_matrices_together_in_the_optimizer_step():
+    args, shape = apart(actor__optim="muon"), shape_8b("w4a16")
+    learner = memory.estimate(args, shape)[0]
+    (part,) = [part for part in learner.parts if part.name == "whole matrices (Muon)"]
+    assert part.phases == ("optimizer step",) and part.bytes == peak_bytes([(1, 12288, 4096)], shape.matrices, 4)
+    args.actor.optim = "adam"
+    assert not any(part.name == "whole matrices (Muon)" for part in memory.estimate(args, shape)[0].parts)
+
+
+def test_a_moving_average_is_on_every_gpu_or_under_zero_3_in_main_memory():
+    args, shape = apart(), shape_8b("w4a16")
+    host = memory.estimate(args, shape)[0].host
+    args.train.enable_ema = True
+
+    def average() -> tuple[int, int]:
+        learner = memory.estimate(args, shape)[0]
+        return {part.name: part.bytes for part in learner.parts}.get("moving average", 0), learner.host - host
+
+    p = shape.parameters
+    device, main = average()
+    assert device == 0 and main == pytest.approx((2 + 4) * p, rel=0.2)  # pinned, tensor by tensor
+    assert offload.average_bytes(args, shape, pin=int)[1] == pytest.approx((2 + 4) * p, rel=1e-4)
+    args.ds.zero_stage = 2
+    assert average() == (2 * p + 4 * p // 4, 0)

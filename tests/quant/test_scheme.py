@@ -1,7 +1,10 @@
 """Scheme strings, what they refuse, and the config that vLLM and the library parse."""
 
 import pytest
-from qarl_openrlhf.quant import QuantError, QuantScheme
+import torch
+from qarl_openrlhf.kernels import dispatch
+from qarl_openrlhf.quant import QuantError, QuantScheme, scheme
+from qarl_openrlhf.quant.packing import quantize_weight
 
 parse = QuantScheme.parse
 
@@ -121,4 +124,53 @@ def test_a_tensor_parallel_size_that_does_not_exist_is_refused(tp):
 )
 def test_where_no_group_size_fits_other_schemes_are_named(scheme, shape, hint):
     with pytest.raises(QuantError, match=hint):
-        QuantScheme.parse(scheme).check_layer("layers.0.q_proj", *shape)
+        QuantScheme.parse(scheme).check_layer("layers.0.q_proj", *shape, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "scheme, shape, message",
+    [
+        ("fp8", (16384, 53248), "rows of at most 32768 input features, not 53248; at TP 1 use w4a16:g32, w4a16:g64, w4a16, or bf16"),
+        ("fp8:rollout", (16384, 53248), "rows of at most 32768"),  # the push quantizes the same rows
+        ("w8a8", (4096, 53248), "rows of at most 32768"),
+        ("w4a8", (16384, 53248), "rows of at most 32768"),
+        ("w8a8", (4096, 1000), "multiples of 16, not 1000; no quantized scheme fits this layer: use bf16"),
+        ("fp8", (4096, 2016 + 8), "multiples of 16, not 2024"),
+    ],
+)  # fmt: skip
+def test_what_the_kernels_of_a_card_refuse_is_refused_at_the_start(scheme, shape, message):
+    name = "model.layers.0.mlp.down_proj"
+    with pytest.raises(QuantError, match=message) as refused:
+        parse(scheme).check_layer(name, *shape, device="cuda")
+    assert name in str(refused.value)
+    parse(scheme).check_layer(name, *shape, device="cpu")  # the references run it
+
+
+def test_what_a_card_takes():
+    taken = {"w4a16": (16384, 53248), "fp8": (8192, 28672), "w8a8": (64, 32768), "w8a8:rollout": (4096, 1000), "w4a8": (256, 32768)}
+    for text, shape in taken.items():
+        parse(text).check_layer("model.layers.0.mlp.down_proj", *shape, device="cuda")
+
+
+def test_the_device_is_by_default_the_one_there_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    parse("w8a8").check_layer("layers.0.q_proj", 64, 1000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(QuantError, match="multiples of 16"):
+        parse("w8a8").check_layer("layers.0.q_proj", 64, 1000)
+
+
+def test_limits_are_those_of_the_kernels():
+    quantize_pack = pytest.importorskip("qarl_openrlhf.kernels.quantize_pack")
+    assert scheme.MAX_ROW == quantize_pack.MAX_ROW
+    quantize_pack.row_launch(scheme.MAX_ROW)
+    with pytest.raises(ValueError, match="do not fit in registers"):
+        quantize_pack.row_launch(scheme.MAX_ROW + 1)
+
+
+@pytest.mark.parametrize("name, shape", [("w8a8", (8, 1000)), ("fp8", (4, 32784)), ("w8a8", (4, 32784)), ("w4a8", (128, 32896))])
+def test_the_references_on_a_cpu_run_what_a_card_refuses(name, shape):
+    made = quantize_weight(torch.ones(shape, dtype=torch.bfloat16), parse(name), name="layers.0.down_proj")
+    x = torch.ones(3, shape[1], dtype=torch.bfloat16)
+    y = dispatch.quantized_linear(x, made, None, None, made.scheme)
+    assert torch.allclose(y.float(), torch.full((3, shape[0]), float(shape[1])), rtol=0.1)
