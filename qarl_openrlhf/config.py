@@ -194,6 +194,11 @@ def default_cache(zero_stage: int, device: str) -> str:
 OPENRLHFS_LOSS = ("actor.policy_loss_type", "actor.eps_clip", "actor.eps_clip_low_high", "actor.dual_clip", "actor.loss_agg_mode")
 
 
+def replaces_openrlhfs(flag: str) -> bool:
+    """Whether an objective is in the place of what a flag (without its dashes) sets."""
+    return flag in OPENRLHFS_LOSS or flag.startswith("algo.advantage.is_correction_")
+
+
 def _check_objective(args, typed: set[str]) -> None:
     given = {name: value for name, value in vars(args.objective).items() if name != "name" and value is not None}
     if not args.objective.name:
@@ -202,7 +207,7 @@ def _check_objective(args, typed: set[str]) -> None:
         args.objective.hyperparameters = {}
         return
     known = objective_hyperparameters(args.objective.name)
-    rivals = [f for f in sorted(typed) if f.startswith("algo.advantage.is_correction_") or f in OPENRLHFS_LOSS]
+    rivals = [f for f in sorted(typed) if replaces_openrlhfs(f)]
     if rivals:
         raise ConfigError(
             f"--objective.name {args.objective.name} replaces OpenRLHF's loss, clipping and correction: drop --{', --'.join(rivals)} "

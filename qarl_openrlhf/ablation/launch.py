@@ -19,6 +19,7 @@ LOG = "train.log"
 GRACE_S = 20  # from asking a run to end to killing it
 REST_S = 5  # from the end of a run's first process to killing what it left
 POLL_S = 0.2
+PATIENCE_S = 600  # with a Ray dashboard that does not answer
 Launch = Callable[[PlannedRun, list[str], threading.Event], int]
 """Starts a run with these flags and waits for its exit status. When the event is set it ends the run and raises ``Stopped``:
 signals reach the main thread only, and runs are waited for in others."""
@@ -87,7 +88,7 @@ def ray_job_launcher(address: str, poll_s: float = 5.0) -> Launch:
         # The cluster has its own Python.
         job = client.submit_job(entrypoint=shlex.join(["python", *run.command[1 : -len(run.flags)], *flags]))
         try:
-            while not (status := client.get_job_status(job)).is_terminal():
+            while not (status := _status(client, job, stop, poll_s)).is_terminal():
                 if stop.wait(poll_s):
                     raise Stopped
         except BaseException:
@@ -97,6 +98,19 @@ def ray_job_launcher(address: str, poll_s: float = 5.0) -> Launch:
         return 0 if status == JobStatus.SUCCEEDED else client.get_job_info(job).driver_exit_code or 1
 
     return launch
+
+
+def _status(client, job: str, stop: threading.Event, poll_s: float):
+    """Of a job that runs for days: a dashboard that does not answer is asked again for ``PATIENCE_S``."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return client.get_job_status(job)
+        except (RuntimeError, OSError):
+            if time.monotonic() > deadline:
+                raise
+        if stop.wait(poll_s):
+            raise Stopped
 
 
 def _stop_job(client, job: str) -> None:

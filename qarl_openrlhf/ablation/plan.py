@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from qarl_openrlhf.config import replaces_openrlhfs
 from qarl_openrlhf.objectives import PRESETS, ObjectiveError, find_spec
 from qarl_openrlhf.objectives.objective import Spec
 from qarl_openrlhf.quant import QuantError, QuantScheme
@@ -65,7 +66,8 @@ def make_plan(arms: list[str], schemes: list[str], seeds: list[int], shared: lis
             first, again = twice[0]
             raise PlanError(f"{what} {again} is given twice" + (f", first as {first}" if again != first else ""))
     plan = Plan()
-    own = {arm: _arm_flags(arm, groups, rollout_samples, plan.notes) for arm in arms}
+    ours = any(_spec(arm) is not None for arm in arms)
+    own = {arm: _arm_flags(arm, groups, rollout_samples, plan.notes, beside_ours=ours) for arm in arms}
     for seed in seeds:
         for scheme in schemes:
             for arm in arms:
@@ -103,24 +105,31 @@ def split_flags(words: list[str]) -> list[tuple[str, list[str]]]:
     return groups
 
 
-def _arm_flags(arm: str, groups: list[tuple[str, list[str]]], rollout_samples: int, notes: list[str]) -> list[str]:
-    """The arm's own flags, then the shared ones that it takes; adds to ``notes`` what it goes without."""
+def _arm_flags(arm: str, groups: list[tuple[str, list[str]]], rollout_samples: int, notes: list[str], *, beside_ours: bool) -> list[str]:
+    """The arm's own flags, then the shared ones that it takes; adds to ``notes`` what it goes without.
+
+    beside_ours: whether an arm is an objective of ours.
+    """
     spec = _spec(arm)
     flags = [] if spec is None else ["--preset", arm] if arm in PRESETS else ["--objective.name", arm]
-    if spec is None:
+    if spec is None and beside_ours:
         flags += _without_kl(arm, groups, notes)
     weight = None if spec is None else _value("objective.is_weight", groups) or spec.hyperparameters["is_weight"].default
-    left_out = []
+    left_out, hosts = [], []
     for name, words in groups:
         hyperparameter = name.removeprefix("objective.")
         if name.startswith("objective.") and not _takes(spec, hyperparameter, weight):
             left_out.append(" ".join(words))
+        elif spec is not None and replaces_openrlhfs(name):
+            hosts.append(" ".join(words))
         elif spec is not None and spec.on_policy and name in ("train.batch_size", "train.max_epochs"):
             continue
         else:
             flags += words
     if left_out:
         notes.append(f"{label(arm)} goes without {', '.join(left_out)}: it has no such hyperparameter")
+    if hosts:
+        notes.append(f"{label(arm)} goes without {', '.join(hosts)}: of OpenRLHF's own loss")
     if spec is not None and spec.on_policy:
         flags += ["--train.batch_size", str(rollout_samples), "--train.max_epochs", "1"]
         notes.append(f"{label(arm)} makes one optimizer step a rollout: --train.batch_size {rollout_samples} --train.max_epochs 1")

@@ -33,6 +33,7 @@ from qarl_openrlhf.quant.errors import QuantError
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 MAX_TOKENS = 16384
+SAMPLES = 64  # pieces of a file of weights that are looked at to know it again
 PROMPT_TOKENS = 2048  # the paper's; prompt and response together are the engine's max_model_len
 RANGES = {
     **dict.fromkeys(("k", "limit", "max_tokens", "tp", "workers"), numbers.COUNT),
@@ -156,9 +157,15 @@ def weight_files(source: str, model: str | None, tag: str | None) -> str:
         return ""
     directory, of = (path, "") if is_huggingface(path) else (find_deepspeed(path, tag), f"{tag or 'latest'} of {model}, ")
     files = sorted(p for pattern in ("*.safetensors", "*.bin", "*.pt") for p in directory.glob(pattern))
-    states = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
-    return f"{of}{directory.name}, {len(files)} files, by name, size and time {digest}"
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as opened:
+            for start in sorted({size * i // SAMPLES for i in range(SAMPLES)}):  # all of it would take minutes of a large model
+                opened.seek(start)
+                digest.update(opened.read(2**16))
+    return f"{of}{directory.name}, {len(files)} files, sha256 of a sample {digest.hexdigest()[:12]}"
 
 
 def engine_choice(args, directory: str, *, own: bool = True) -> dict:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Iterator
+
+LEFT_S = 24 * 3600
 
 
 def why_unwritable(directory: str | os.PathLike) -> str | None:
@@ -27,7 +31,11 @@ def why_unwritable(directory: str | os.PathLike) -> str | None:
 
 
 def _beside(path: Path) -> Path:
-    """A name that no other thread, process or host of a shared file system takes."""
+    """A name that no other thread, process or host of a shared file system takes. What a killed writer left a day ago goes."""
+    for old in path.parent.glob(f".{glob.escape(path.name)}.part*"):
+        with suppress(OSError):
+            if time.time() - old.lstat().st_mtime > LEFT_S:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
     return path.with_name(f".{path.name}.part{uuid.uuid4().hex[:16]}")
 
 

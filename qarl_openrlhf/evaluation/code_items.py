@@ -35,8 +35,8 @@ the arguments of each test. Think first, then give the whole code in one block t
 ```
 
 {problem}"""
-# A block of any language, so that none is entered at its end.
-BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^`\n]*\n(.*?)^[ \t]*```[ \t]*$", re.S | re.M)
+# A block of any language, so that none is entered at its end. A line that opens another one within it shows that it was not closed.
+BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^`\n]*\n((?:(?![ \t]*```)[^\n]*\n)*)[ \t]*```[ \t]*$", re.M)
 PYTHON = ("", "python", "python3", "py")
 
 

@@ -13,8 +13,8 @@ import re
 END_TOKEN = re.compile(r"<(?:[|｜][^<>|｜]{1,60}[|｜]|/s|end_of_turn|eos)>\Z")  # DeepSeek's bars are wide ones
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BETWEEN_BOXES = re.compile(r"(?:\$|,|;|\s|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\[()\[\]]|\\q?quad)*\Z")
-# Not a heading of the fourth level: what follows GSM8K's mark is the answer.
-ANNOUNCED = re.compile(r"(?:####(?=[ \t]*[-+$\\(\[{.\d])|\banswers?\s*(?:is|are|:|=)\s*:?|\banswer\b\*\*:?)", re.I)
+# GSM8K's mark, which stands in the last line, or before a number; else it is a heading of the fourth level.
+ANNOUNCED = re.compile(r"(?:####(?=[ \t]*[-+−*$\\(\[{.\d]|[^\n]+\Z)|\banswers?\s*(?:is|are|:|=)\s*:?|\banswer\b\*\*:?)", re.I)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.S)
 
 MAX_ANSWER_CHARS = 1000  # a longer "answer" is text; judging it would cost seconds

@@ -87,6 +87,19 @@ def test_the_hosts_loss_has_no_kl_penalty_that_the_other_arms_lack(shared, tmp_p
     assert len(made.notes) == (note is not None) and all(f"openrlhf {note}" in line for line in made.notes)
 
 
+def test_alone_the_hosts_loss_is_as_the_host_has_it(shared, tmp_path):
+    made = plan(["openrlhf"], shared, tmp_path)
+    assert train_qarl.resolve(made.runs[0].flags)[0].algo.kl.init_coef == 0.01 and made.notes == []
+
+
+def test_flags_of_the_hosts_loss_are_its_arms_alone(shared, tmp_path):
+    words = ["--actor.eps_clip_low_high", "0.2", "0.28", "--algo.kl.init_coef", "0"]
+    made = plan(["tbpo", "openrlhf"], [*shared, *words], tmp_path)
+    ours, hosts = (train_qarl.resolve(run.flags)[0].actor.eps_clip_low_high for run in made.runs)
+    assert list(hosts) == [0.2, 0.28] and list(ours) != [0.2, 0.28]
+    assert made.notes == ["tbpo goes without --actor.eps_clip_low_high 0.2 0.28: of OpenRLHF's own loss"]
+
+
 def test_a_users_own_objective_is_an_arm(shared, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from qarl_openrlhf.objectives import Surrogate, objective\n\n\n"

@@ -135,6 +135,20 @@ def test_a_ray_job_is_stopped_and_waited_for(tmp_path, monkeypatch, capsys, lost
     assert capsys.readouterr().err == ("Ray job job could not be stopped: Request failed with status code 500\n" if lost else "")
 
 
+def test_a_dashboard_that_does_not_answer_is_asked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Client)
+    lost = [ConnectionError("restarting"), RuntimeError("Request failed with status code 500")]
+    ask = Client.get_job_status
+    monkeypatch.setattr(Client, "get_job_status", lambda self, job: (_ for _ in ()).throw(lost.pop()) if lost else ask(self, job))
+    stop, thread, came = in_a_thread(ray_job_launcher("http://cluster", poll_s=0.1), asleep(tmp_path, "hears"))
+    process = wait_for(lambda: Client.last.jobs.get("job"), 20)
+    wait_for(lambda: not lost, 20)
+    assert thread.is_alive() and process.poll() is None
+    stop.set()
+    thread.join(20)
+    assert not thread.is_alive() and isinstance(came[0], Stopped) and process.wait(5) == -signal.SIGTERM
+
+
 def test_nothing_is_started_when_all_is_to_stop(tmp_path, monkeypatch):
     monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Client)
     stop = threading.Event()

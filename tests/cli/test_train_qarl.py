@@ -60,7 +60,7 @@ def test_engine_arguments_reach_the_engine_and_the_plan(base, capsys):
     assert engine_args(args) == given
     train_qarl.main(["--device", "cuda", "--dry_run", "--dry_run_gpu_gb", "80", "--data.max_len", "256", *argv])
     out = capsys.readouterr().out
-    assert re.search(r"KV cache +3\.0$", out, re.MULTILINE), out
+    assert re.search(r"KV cache +3\.0 +3\.0$", out, re.MULTILINE), out
 
 
 def test_three_arms_differ_by_one_flag(base):

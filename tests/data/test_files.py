@@ -1,5 +1,6 @@
 """Writers of one file at the same time: threads of a process, and processes."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -56,3 +57,17 @@ def test_of_two_writers_of_a_directory_one_is_refused(tmp_path):
         with atomic_directory(tmp_path / "model") as second:
             (second / "x").write_text("second")
     assert [p.name for p in tmp_path.iterdir()] == ["model"] and (tmp_path / "model" / "x").read_text() == "second"
+
+
+def test_what_a_killed_writer_left_goes_after_a_day(tmp_path):
+    old, new, other = (tmp_path / name for name in (".a.json.partdead", ".a.json.partlive", ".b.json.partdead"))
+    for path in (old, new, other):
+        path.write_text("")
+    folder = tmp_path / ".a.json.partdir"
+    folder.mkdir()
+    (folder / "x").write_text("")
+    for path in (old, other, folder):
+        os.utime(path, (0, 0))
+    with atomic_file(tmp_path / "a.json") as part:
+        part.write_text("{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, other.name, "a.json"]

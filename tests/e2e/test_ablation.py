@@ -46,9 +46,10 @@ def test_two_arms_two_steps(tiny_model, flags, tmp_path, capsys):
 def check_run(directory, arm):
     rows = load_run(directory).rows
     for row in rows:
-        # the start policy's own log-probs, then those of the policy that was just published: a BF16 engine's noise at least,
-        # and at most what four updates at a learning rate of 1e-3 do to the one response of 12 tokens that is kept (1.1 seen)
-        assert 0 <= row["policy/kl_start"] < 3 and row["policy/kl_start_tokens"] >= 1
+        # the start policy's own log-probs, then those of the policy that was just published: a BF16 engine's noise at least, and
+        # at most what four updates at a learning rate of 1e-3 do to the one response of 12 tokens that is kept: e^d - 1 - d of a
+        # token that has become d = 4 nats likelier is 50 (means of 1.1 and 7.9 seen)
+        assert 0 <= row["policy/kl_start"] < 50 and row["policy/kl_start_tokens"] >= 1
         assert 0 < row["timing/diagnostics"] < 0.2 * row["timing/step_total"]
         assert math.isfinite(row["policy/entropy_sampled"]) and 0 < row["is/ess"] <= 1
         assert any(name.startswith("error_token/repeat_rate_") for name in row)

@@ -1,6 +1,7 @@
 """The evaluation runner: scores, resuming, errors and tables; with vLLM on a made set in the slow set."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -107,12 +108,16 @@ def test_another_checkpoint_at_the_same_path_is_another_model(tmp_path):
     model = Path(save_tiny_model(tmp_path / "model", "llama"))
     before = evaluate.weight_files(str(model), None, None)
     assert before == evaluate.weight_files(str(model), None, None) and evaluate.weight_files("owner/name", None, None) == ""
+    copy = shutil.copytree(model, tmp_path / "again" / "model", copy_function=shutil.copy)  # other times
+    assert before == evaluate.weight_files(str(copy), None, None)
     weights = next(model.glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes() + b" ")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1  # trained on
+    weights.write_bytes(content)
     assert before != evaluate.weight_files(str(model), None, None)
     for tag in ("global_step20", "global_step40"):
         (tmp_path / "ckpt" / "_actor" / tag).mkdir(parents=True)
-        (tmp_path / "ckpt" / "_actor" / tag / "mp_rank_00_model_states.pt").write_bytes(b"")
+        (tmp_path / "ckpt" / "_actor" / tag / "mp_rank_00_model_states.pt").write_bytes(tag.encode())
     found = set()
     for latest in ("global_step20", "global_step40"):  # a training goes on meanwhile
         (tmp_path / "ckpt" / "_actor" / "latest").write_text(latest)
