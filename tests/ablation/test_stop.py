@@ -34,8 +34,15 @@ ablate_objectives.main(["--out", out, "--parallel", parallel, *(["--ray_address"
 CHILD = """sh -c 'sleep 300; exit 1' "$0-grandchild"; exit 1"""
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
-@pytest.mark.parametrize("sign, word", [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")])
+@pytest.mark.parametrize(
+    "parallel, sign, word",
+    [
+        (2, signal.SIGTERM, "terminated"),
+        (1, signal.SIGINT, "interrupted"),
+        pytest.param(1, signal.SIGTERM, "terminated", marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGINT, "interrupted", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_ends_the_runs_at_work_and_begins_no_other(tmp_path, parallel, sign, word):
     ablation = subprocess.Popen(
         [sys.executable, "-c", ABLATION, str(tmp_path), str(parallel), CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

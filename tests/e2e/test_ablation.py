@@ -17,7 +17,7 @@ def test_two_arms_two_steps(tiny_model, flags, tmp_path, capsys):
     shared = flags(tiny_model("qwen2", hidden=128)) | {"objective.band_scale": 20, "objective.drop": True, "sync.probe_tol": 0.1}
     for name in ("ckpt.output_dir", "ckpt.path"):
         del shared[name]
-    command = ["--arms", "tbpo,grpo_tis", "--schemes", "w4a16:g32", "--seeds", "1", "--out", str(out), *argv(shared)]
+    command = ["--arms", "tbpo,grpo_tis", "--schemes", "w4a16:g32:rollout", "--seeds", "1", "--out", str(out), *argv(shared)]
     ablate_objectives.main(command)
     printed = capsys.readouterr()
     assert "grpo_tis goes without --objective.band_scale 20" in printed.err
@@ -26,21 +26,21 @@ def test_two_arms_two_steps(tiny_model, flags, tmp_path, capsys):
     assert set(rows) == {"tbpo", "grpo_tis"}
     for arm, row in rows.items():
         assert (row["status"], row["steps"], row["collapsed"], row["seed"]) == ("finished", "2", "no", "1")
-        directory = out / arm / "w4a16-g32" / "seed1"
+        directory = out / arm / "w4a16-g32-rollout" / "seed1"
         check_run(directory, arm)
         assert not (directory / "model").exists()
         assert json.loads((directory / "start_policy.json").read_text())
-    assert "| tbpo | w4a16:g32 | 1 | 2 |" in (out / "summary.md").read_text()
+    assert "| tbpo | w4a16:g32:rollout | 1 | 2 |" in (out / "summary.md").read_text()
     for picture in ("reward_by_objective", "entropy_by_objective", "mismatch_by_objective", "kl_by_objective"):
         assert (out / f"{picture}.png").stat().st_size > 1000
 
-    before = (out / "tbpo" / "w4a16-g32" / "seed1" / "metrics.jsonl").read_bytes()
+    before = (out / "tbpo" / "w4a16-g32-rollout" / "seed1" / "metrics.jsonl").read_bytes()
     ablate_objectives.main(command)
     assert capsys.readouterr().out.count("finished before") == 2
-    assert (out / "tbpo" / "w4a16-g32" / "seed1" / "metrics.jsonl").read_bytes() == before
+    assert (out / "tbpo" / "w4a16-g32-rollout" / "seed1" / "metrics.jsonl").read_bytes() == before
 
     report_cli.main(["--tokens", str(out / "tbpo")])
-    assert "Step 2" in (out / "tbpo" / "w4a16-g32" / "seed1" / "tokens.html").read_text()
+    assert "Step 2" in (out / "tbpo" / "w4a16-g32-rollout" / "seed1" / "tokens.html").read_text()
 
 
 def check_run(directory, arm):

@@ -1,6 +1,6 @@
 """The whole system on tiny random models: Ray, OpenRLHF's loop, DeepSpeed, a real vLLM engine, packed pushes.
 
-Six runs of two steps. With three arms and three ZeRO stages a full pairwise cover needs nine; these six cover every pair except
+Six runs of two steps, two of them in the long matrix. With three arms and three ZeRO stages a full pairwise cover needs nine; these six cover every pair except
 (bf16, 2), (rollout, 1) and (qarl with w8a8, 1).
 """
 
@@ -32,6 +32,8 @@ RUNS = {
 }
 
 
+# A quantized rollout alone goes through tests/e2e/test_ablation.py, too.
+LONG = ("llama-w8a8-rollout-tbpo-zero2-apart", "qwen2-w4a16-rollout-grpo-zero3-colocated")
 LOGGED = "llama-w4a16-tbpo-zero1-apart"  # also writes to wandb (offline) and tensorboard
 
 
@@ -46,7 +48,7 @@ def ray_head(tmp_path_factory):
     ray.shutdown()
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUNS])
 def test_two_steps(name, tiny_model, flags, prompts, tmp_path):
     run = RUNS[name]
     model = tiny_model(run["family"], hidden=128, tied=run.get("tied", False))

@@ -21,7 +21,7 @@ def variant(scheme: str, tp: int = 1, *, slow: bool = False):
 # In float32: in BF16 a rounding error can choose other experts.
 VARIANTS = [
     variant("w4a16:g32"),
-    variant("bf16"),
+    variant("bf16", slow=True),
     variant("w8a8", slow=True),
     variant("w4a16:g32", tp=2, slow=True),
     variant("bf16", tp=2, slow=True),

@@ -86,7 +86,7 @@ print("done")
 
 
 @without_cuda
-@pytest.mark.parametrize("state", ["patched", "not patched"])
+@pytest.mark.parametrize("state", ["patched", pytest.param("not patched", marks=pytest.mark.slow)])
 def test_nothing_is_compiled_when_deepspeed_makes_its_process_group(state):
     """Of OpenRLHF's start; a compiler run there also left locks behind that the next start waited for without end."""
     with socket.socket() as sock:

@@ -10,7 +10,7 @@ import pytest
 from qarl_openrlhf.cli import report as cli
 from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.metrics.writer import MetricsWriter
-from qarl_openrlhf.report import histograms, load_run, plots, write_report
+from qarl_openrlhf.report import histograms, load_run, plots, summary, write_report
 from qarl_openrlhf.report.collapse import collapse_reason
 from qarl_openrlhf.report.discover import arms, entries_below, identify
 
@@ -170,9 +170,9 @@ def test_runs_of_different_lengths_are_compared_up_to_one_step(tmp_path, capsys)
     make_set(tmp_path / "killed", {"tbpo": (0.9, 0.0)}, seeds=1)
     status = tmp_path / "killed/tbpo/w4a16/seed0/status.json"
     status.write_text(json.dumps({"state": "failed", "reason": "killed"}))
+    entries = [*entries_below(tmp_path / "killed"), *entries_below(tmp_path / "set")]
     for until, said in ((10, "finished"), (11, "failed")):  # it has ten steps
-        cli.main([str(tmp_path / "killed"), str(tmp_path / "set"), "--until", str(until), "--out", str(tmp_path / str(until))])
-        told = {row["directory"]: row["status"] for row in csv.DictReader(open(tmp_path / str(until) / "summary.csv"))}
+        told = {str(one["directory"]): one["status"] for one in (summary.row(entry.cut(until)) for entry in entries)}
         assert told.pop(str(status.parent)) == said and set(told.values()) == {"finished"}
     cli.main([str(tmp_path / "set"), "--until", "12"])
     assert (tmp_path / "set" / "until-12" / "reward.png").exists() and not (tmp_path / "set" / "reward.png").exists()
