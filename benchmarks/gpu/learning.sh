@@ -8,7 +8,7 @@
 #   schemes     fp8, w8a8 and w4a8 with TBPO; seed 0
 #   policy      only the policy that all of them start from
 # Stopped or out of time, the same command goes on from the last checkpoints. Tables and pictures: runs/learning/summary.md
-# Many runs on one GPU are faster under CUDA MPS (nvidia-cuda-mps-control -d): fourteen took 8 to 12 s a step on an H200, and 6.5 GB of main memory each.
+# Many runs on one GPU are faster under CUDA MPS (nvidia-cuda-mps-control -d): fourteen took 10 to 11 s a step on an H200, and some 6.5 GB of main memory each.
 # env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on each GPU of CUDA_VISIBLE_DEVICES)
 #      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
 #      QARL_LEARNING_PROMPTS=16 (a step; 16 responses each, eight updates)  QARL_LEARNING_ARMS=tbpo,grpo_tis (of main)
