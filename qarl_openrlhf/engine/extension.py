@@ -5,9 +5,10 @@ import random
 
 import numpy
 import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
-from qarl_openrlhf.engine import gpu_layers, layout, plugin
+from qarl_openrlhf.engine import gpu_layers, gpu_moe, layout, plugin
 from qarl_openrlhf.engine.cpu_method import QarlLinearMethod
 from qarl_openrlhf.engine.moe_method import CpuMoEMethod
 
@@ -64,9 +65,12 @@ class QarlWorkerExtension:
         packed_modules = getattr(model, "packed_modules_mapping", {})
         found = {}
         for path, module in model.named_modules():
+            experts = {}
             if isinstance(getattr(module, "quant_method", None), CpuMoEMethod):
                 experts = module.quant_method.effective_weights(module, path)
-                found |= {name: weight for name, weight in experts.items() if names is None or name in names}
+            elif isinstance(module, RoutedExperts) and gpu_layers.needs_processing(module):
+                experts = gpu_moe.effective_weights(path, module)
+            found |= {name: weight for name, weight in experts.items() if names is None or name in names}
             if not isinstance(module, LinearBase):
                 continue
             if isinstance(module.quant_method, QarlLinearMethod):

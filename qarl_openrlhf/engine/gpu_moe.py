@@ -6,11 +6,12 @@ A push has one stacked tensor a projection of a block (:mod:`qarl_openrlhf.quant
     experts.down_proj[.suffix]     [E, H, ...]     ->  w2_<suffix>    [local E, H, ... / TP]
 
 Marlin's checkpoint parameters are transposed, [E, K, N]. Under tensor parallelism a rank holds a share of the intermediate
-features, under expert parallelism a run of experts.
+features, under expert parallelism a run of experts. :func:`effective_weights` reads back what a kernel multiplies by.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from qarl_openrlhf.engine.layout import Part, Slot
@@ -57,8 +58,7 @@ def expert_slot(path: str, layer: nn.Module, attribute: str, parameter: Tensor, 
     suffix = attribute.removeprefix(prefix)
     if not prefix or suffix not in _SUFFIXES:
         return None
-    block = path.removesuffix("routed_experts").removesuffix(".")
-    name = f"{block}.{_PROJECTIONS[prefix]}" + (f".{suffix}" if quantized else "")
+    name = _name(path, prefix) + (f".{suffix}" if quantized else "")
     if suffix == "weight_shape":
         return ExpertSlot(name, (2,), parameter, 0, parameter.shape[0], Part())
     if suffix == "weight_packed":
@@ -79,6 +79,59 @@ def expert_slot(path: str, layer: nn.Module, attribute: str, parameter: Tensor, 
         part = ExpertPart(2, rank * shape[1], shape[1], first, count)
         shape[1] *= tp
     return ExpertSlot(name, (config.num_experts, *shape), parameter, 0, experts, part, transposed=transposed)
+
+
+@torch.no_grad()
+def effective_weights(path: str, layer: nn.Module) -> dict[str, tuple[tuple[int, ...], Part, Tensor]]:
+    """Projection name -> (full shape [E, N, K], part, this rank's part of it in the model's dtype), of 4-bit experts.
+
+    What the kernel multiplies by, bit for bit: an identity matrix goes through the layer, expert by expert, and in the place of
+    the activation function a function that keeps the first product's output (gate and up) and gives the second an identity
+    matrix (down). Empty for experts that no weight-only kernel multiplies.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExpertsBase
+
+    method, config = layer.quant_method, layer.moe_config
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    if not isinstance(experts, MarlinExpertsBase):
+        return {}
+    first, count = _local_experts(path, layer)
+    hidden, inner = config.hidden_dim, layer.intermediate_size_per_partition
+    device, dtype = layer.w13_weight_scale.device, layer.w13_weight_scale.dtype
+    gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype, device=device)
+    down = torch.empty(count, hidden, inner, dtype=dtype, device=device)
+    rows = 128  # no more tokens than the engine's own workspaces, which are locked once graphs are captured
+    for local in range(count):
+        for start in range(0, max(hidden, inner), rows):
+            unit = torch.zeros(rows, max(hidden, inner) + rows, dtype=dtype, device=device)
+            unit.diagonal(start).fill_(1)  # row i is unit vector start + i
+
+            def instead(activation, output: Tensor, product: Tensor, **_) -> None:
+                mine = gate_up[local, :, start : start + rows]
+                mine.copy_(product[: mine.shape[1]].t())
+                output.copy_(unit[:, :inner])
+
+            one = torch.ones(rows, 1, device=device)
+            chosen = torch.full((rows, 1), first + local, dtype=torch.int32, device=device)
+            experts.activation = instead
+            try:
+                product = method.apply(layer, unit[:, :hidden].contiguous(), one, chosen, None, None)
+            finally:
+                del experts.activation
+            mine = down[local, :, start : start + rows]
+            mine.copy_(product[: mine.shape[1]].t())
+    tp, rank = config.tp_size, config.tp_rank
+    halves = ExpertPart(1, rank * inner, inner, first, count, halves=True)
+    columns = ExpertPart(2, rank * inner, inner, first, count)
+    return {
+        _name(path, "w13_"): ((config.num_experts, 2 * inner * tp, hidden), halves, gate_up.unflatten(1, (2, -1)).cpu()),
+        _name(path, "w2_"): ((config.num_experts, hidden, inner * tp), columns, down.cpu()),
+    }
+
+
+def _name(path: str, prefix: str) -> str:
+    """("...mlp.experts.routed_experts", "w2_") -> "...mlp.experts.down_proj"."""
+    return f"{path.removesuffix('routed_experts').removesuffix('.')}.{_PROJECTIONS[prefix]}"
 
 
 def _local_experts(path: str, layer: nn.Module) -> tuple[int, int]:

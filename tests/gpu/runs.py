@@ -8,7 +8,7 @@ from tests.e2e.conftest import two_steps, write_prompts
 from tests.e2e.test_faults import Run
 from tests.tiny_models import VOCABULARY, make_tokenizer, random_model, save_tiny_model
 
-LIMIT_S = 280
+LIMIT_S = 400
 
 
 def save_tiny_moe(directory) -> str:

@@ -5,7 +5,7 @@ import ray
 import torch
 
 from qarl_openrlhf.quant import dequantize_weight
-from qarl_openrlhf.quant.linear import QuantLinear
+from qarl_openrlhf.quant.convert import quantized_layers
 
 from . import engines
 
@@ -48,8 +48,8 @@ def bench(request, benches):
 
 
 def effective(learner) -> dict[str, torch.Tensor]:
-    layers = [(name, m) for name, m in learner.model.named_modules() if isinstance(m, QuantLinear) and m.scheme]
-    return {name: dequantize_weight(m.packed(), m.weight.dtype).cpu() for name, m in layers}
+    """{layer: dequantized BF16 weight}: [N, K], stacked experts [E, N, K]."""
+    return {name: dequantize_weight(m.packed(), torch.bfloat16).cpu() for name, m in quantized_layers(learner.model).items()}
 
 
 def assert_same(bench) -> None:
@@ -68,7 +68,7 @@ def assert_same(bench) -> None:
         if bench.learner.scheme.name == "w4a16":
             wanted = effective(bench.learner)
             got = ray.get(engine.effective_weights.remote(), timeout=60)
-            assert got.keys() == wanted.keys() and len(wanted) in (8, 14)
+            assert got.keys() == wanted.keys() and len(wanted) in (12, 14)
             for name in wanted:
                 assert torch.equal(got[name], wanted[name]), name
 

@@ -1,6 +1,7 @@
-"""Two steps of whole training runs over two GPUs with --quant.kernel triton: ZeRO 2 and 3, engines on both or across them, experts.
+"""Two steps of whole training runs over two GPUs with --quant.kernel triton: ZeRO 2 and 3, engines on both or across them, experts,
+Muon with a moving average.
 
-All runs of this file go side by side, each with a Ray head of its own.
+The runs of this file go side by side, each with a Ray head of its own.
 """
 
 import pytest
@@ -19,6 +20,10 @@ RUNS = {
         "quant.scheme": "fp8", "vllm.num_engines": 2, "ds.zero_stage": 3, "ds.packing_samples": True, **TWO,
     },
     "zero3-tensor-parallel": {"quant.scheme": "w4a16", "ds.zero_stage": 3, **TWO, **ACROSS},
+    "zero3-muon-average": {
+        "quant.scheme": "w4a16", "vllm.num_engines": 2, "ds.zero_stage": 3, "actor.optim": "muon", "actor.muon.lr": 1e-3,
+        "train.enable_ema": True, **TWO,
+    },
     "separate-nccl": {"quant.scheme": "w4a16", "train.colocate_all": False},
     "separate-async": {"quant.scheme": "fp8", "train.colocate_all": False, "train.async_enable": True},
     "moe-zero3-expert-parallel": {"quant.scheme": "w4a16", "ds.zero_stage": 3, **TWO, **ACROSS, **PARALLEL_EXPERTS},
@@ -27,8 +32,12 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    with side_by_side(RUNS, save_models(tmp_path_factory), tmp_path_factory) as finished:
+def runs(request, tmp_path_factory):
+    """Those that the selected tests (``-k``) ask for."""
+    mine = [item for item in request.session.items if item.module is request.module]
+    names = {item.callspec.params["name"] if hasattr(item, "callspec") else None for item in mine}
+    chosen = {name: changes for name, changes in RUNS.items() if name in names or None in names}
+    with side_by_side(chosen, save_models(tmp_path_factory), tmp_path_factory) as finished:
         yield finished
 
 
