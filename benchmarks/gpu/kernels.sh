@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Issue 5's table on one GPU: every kernel beside the library's, L2 flushed between repeats. Results: kernels_<family>_<card>.json
+# On one GPU: every kernel beside the library's, L2 flushed between repeats. Results: kernels_<family>_<card>.json
 #   bash benchmarks/gpu/kernels.sh [FAMILY ...]      quantize activation forward small grouped logits layer
 set -uo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Issue 7 A, one GPU or several: arms x seeds on sums that a policy writes out step by step, learner and engine colocated. The policy: a small
+# Does QaRL learn? One GPU or several: arms x seeds on sums that a policy writes out step by step, learner and engine colocated. The policy: a small
 # Qwen3 made from nothing, or a model that is taught such sums first (QARL_LEARNING_BASE).
 #   bash benchmarks/gpu/learning.sh [GROUP ...]
 #   main        BF16, quantized rollout only and QaRL W4A16, each with TBPO and with GRPO+TIS; the first seed. The other seeds: BF16
@@ -14,6 +14,7 @@
 #      QARL_LEARNING_PROMPTS=16 (a step; 16 responses each, eight updates)  QARL_LEARNING_ARMS=tbpo,grpo_tis (of main)
 #      QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
 #      QARL_LEARNING_BASE=runs/inputs/SmolLM2-135M-Instruct (its group: QARL_LEARNING_GROUP=64)  QARL_LEARNING_BOTH=1 (small_qwen3 --both)
+#      QARL_LEARNING_OWN=1 (two policies: BF16 and 8-bit arms start from one taught in BF16, 4-bit arms from one taught through its 4-bit weights)
 #      QARL_LEARNING_START=0.3 (share solved at which a policy is taught enough)  QARL_LEARNING_SLIPS (share of the partial
 #      results that it is taught wrong; default: so many that it solves at most 0.5 of its problems as sampled, and most greedily)
 #      QARL_LEARNING_FLAGS="--actor.optim adam" (more flags, every run)  QARL_LEARNING_DEVICE=cuda (cpu: to try the commands)
@@ -25,6 +26,7 @@ seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL
 terms=${QARL_LEARNING_TERMS:-16} start=${QARL_LEARNING_START:-0.3} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
 lr=${QARL_LEARNING_LR:-2e-5} band=${QARL_LEARNING_BAND:-16} runs=${QARL_LEARNING_DIR:-$root/runs/learning}
 base=${QARL_LEARNING_BASE:-} group=${QARL_LEARNING_GROUP:-128} prompts=${QARL_LEARNING_PROMPTS:-16} both=${QARL_LEARNING_BOTH:-1} arms=${QARL_LEARNING_ARMS:-tbpo,grpo_tis}
+own=${QARL_LEARNING_OWN:-0}
 [[ $runs == /* ]] || runs=$PWD/$runs
 [[ -z $base || $base == /* ]] || base=$PWD/$base
 for name in SECONDS JOBS STEPS TERMS PROMPTS; do
@@ -33,6 +35,7 @@ for name in SECONDS JOBS STEPS TERMS PROMPTS; do
 done
 slips=${QARL_LEARNING_SLIPS:-$(awk "BEGIN { printf \"%.3f\", 1 - 0.5 ^ (1 / ($terms > 1 ? $terms - 1 : 1)) }")}
 need QARL_LEARNING_BOTH "$both" "$count" "a whole number of steps, 1 or more"
+need QARL_LEARNING_OWN "$own" "0|1" "0 or 1"
 need QARL_LEARNING_GROUP "$group" "32|64|128" "32, 64 or 128"
 need QARL_LEARNING_SEEDS "$seeds" "[0-9]+(,[0-9]+)*" "whole numbers with commas between them, e.g. 0,1"
 need QARL_LEARNING_DEVICE "$device" "cuda|cpu" "cuda or cpu"
@@ -43,13 +46,18 @@ IFS=, read -r -a cards <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=inde
 gpus=${#cards[@]}
 [ "$gpus" -gt 0 ] || gpus=1
 
-policy=$root/runs/inputs/sums-$terms${base:+-$(basename "$base")-both$both}
-w4a16=w4a16
-[ "$group" = 128 ] || w4a16=w4a16:g$group
 # All arms start from one policy. A small one made from nothing solves as many sums in 4 bits as in BF16. SmolLM2's weights, taught
 # in BF16, solve 0.55 of them and rounded to 4 bits 0.002: it is taught in both, QARL_LEARNING_BOTH steps in BF16 for each in 4 bits.
+policy=$root/runs/inputs/sums-$terms${base:+-$(basename "$base")}
+w4a16=w4a16
+[ "$group" = 128 ] || w4a16=w4a16:g$group
 size=(--layers 8 --hidden 512 --intermediate 1536 --lr 5e-4 --steps 6000 --check_every 50)
-[ -z "$base" ] || size=(--base "$base" --scheme "$w4a16" --both "$both" --lr 5e-5 --steps 3000 --check_every 100)
+[ -z "$base" ] || size=(--base "$base" --lr 5e-5 --steps 3000 --check_every 100)
+form=() four_bit=$policy-4bit
+if [ "$own" = 0 ]; then
+    if [ -n "$base" ]; then policy=$policy-both$both form=(--scheme "$w4a16" --both "$both"); fi
+    four_bit=$policy
+fi
 length=$((12 * terms + 64))
 placement=()
 if [ "$device" = cuda ]; then
@@ -96,18 +104,33 @@ plan() {
     done
 }
 
+# teach NAME GPU DIRECTORY [FLAG ...]
+teach() {
+    local name=$1 gpu=$2 directory=$3
+    shift 3
+    piece "$name" "$seconds" env ${gpu:+CUDA_VISIBLE_DEVICES="$gpu"} "$python" -m qarl_openrlhf.data.small_qwen3 "$directory" \
+        --device "$device" --style steps --config "min_terms=$terms" "max_terms=$terms" min_digits=2 max_digits=2 \
+        --prompts 4096 --heldout 256 "${size[@]}" "$@" --slips "$slips" --stop_at "$start"
+    [ ${#failed[@]} -eq 0 ]
+}
 deadline=$(($(date +%s) + seconds))
-piece "the policy" "$seconds" env ${cards[0]:+CUDA_VISIBLE_DEVICES="${cards[0]}"} "$python" -m qarl_openrlhf.data.small_qwen3 "$policy" \
-    --device "$device" --style steps --config "min_terms=$terms" "max_terms=$terms" min_digits=2 max_digits=2 \
-    --prompts 4096 --heldout 256 "${size[@]}" --slips "$slips" --stop_at "$start"
+taught=()
+if [ "$own" = 1 ]; then # both at once
+    teach "the 4-bit policy" "${cards[gpus - 1]:-}" "$four_bit" --scheme "$w4a16" &
+    taught=($!)
+fi
+teach "the policy" "${cards[0]:-}" "$policy" ${form[@]+"${form[@]}"} || failed=("the policy")
+[ ${#taught[@]} -eq 0 ] || wait "${taught[@]}" || failed+=("the 4-bit policy")
 if [ ${#failed[@]} -gt 0 ] || [ "$*" = policy ]; then finish; fi
 # Each job has a directory of its own: two ablations do not share one. A place of xargs stays on one GPU.
 job='read -r -a cards <<<"$CARDS"; [ "$GPUS" = 1 ] || export CUDA_VISIBLE_DEVICES=${cards[PLACE % GPUS]}
     read -r seed scheme arm <<<"$1"; name=seed$seed-${scheme//:/-}-$arm; shift
+    policy=$POLICY
+    [[ $scheme != w4* ]] || policy=$FOUR_BIT
     left=$((DEADLINE - $(date +%s)))
     if [ "$left" -lt 60 ]; then echo "no time left for $name"; exit 1; fi
-    exec timeout -k 20 "$left" "$@" --actor.model_name_or_path "$POLICY/model" --data.prompt_dataset "$POLICY/prompts.jsonl" \
-        --eval.dataset "$POLICY/heldout.jsonl" --arms "$arm" --schemes "$scheme" --seeds "$seed" --out "$RUNS/$name"'
+    exec timeout -k 20 "$left" "$@" --actor.model_name_or_path "$policy/model" --data.prompt_dataset "$policy/prompts.jsonl" \
+        --eval.dataset "$policy/heldout.jsonl" --arms "$arm" --schemes "$scheme" --seeds "$seed" --out "$RUNS/$name"'
 command=("$python" -m qarl_openrlhf.cli.ablate_objectives "${shared[@]}")
 if [ -n "${QARL_DRY_RUN:-}" ]; then
     plan "$@" | while read -r seed scheme arm; do
@@ -115,7 +138,7 @@ if [ -n "${QARL_DRY_RUN:-}" ]; then
     done
     exit
 fi
-export GPUS=$gpus CARDS="${cards[*]}" DEADLINE=$deadline RUNS=$runs POLICY=$policy
+export GPUS=$gpus CARDS="${cards[*]}" DEADLINE=$deadline RUNS=$runs POLICY=$policy FOUR_BIT=$four_bit
 plan "$@" | xargs --process-slot-var=PLACE -P $((jobs * gpus)) -d '\n' -I @job bash -c "$job" learning @job "${command[@]}" || failed+=(runs)
 "$python" -m qarl_openrlhf.cli.report "$runs" --out "$runs" || failed+=(report)
 finish

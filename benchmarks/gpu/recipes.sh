@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Issue 9: do the recipes in scripts/ run on this machine's GPUs? Random weights of the model's shape in a few layers, short responses,
+# Do the recipes in scripts/ run on this machine's GPUs? Random weights of the model's shape in a few layers, short responses,
 # two rollouts of two optimizer steps each, in the paper's three arms: starts, publishes, verifies, steps; the qarl arm also saves and
 # resumes. Everything else is the recipe's own. The table at the end: memory beside the dry run's estimate, times, what failed.
 #   bash benchmarks/gpu/recipes.sh [RECIPE ...]      qwen3_8b qwen3_30b_a3b; on one GPU: qwen3_8b_1gpu

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Issue 7 B: a training step by phase, every scheme beside BF16, on one GPU. Results: step_<shape>_<card>.json
+# A training step by phase, every scheme beside BF16, on one GPU. Results: step_<shape>_<card>.json
 #   bash benchmarks/gpu/step.sh [SHAPE ...]          8b 30b-a3b (also 1.5b 7b)
 # Each part ends within 9 minutes and goes on where it ended when the script is called again.
 # env: QARL_STEP_PARTS="engine learner"  QARL_STEP_SECONDS=590 (limit of a part)  QARL_STEP_FLAGS="--response 1024" (more flags)

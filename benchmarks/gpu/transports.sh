@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Issue 6's table: pushes of 8B- and 30B-A3B-shaped weights into vLLM. Results: sync_<shape>_<transport>..._<card>.json
+# Pushes of 8B- and 30B-A3B-shaped weights into vLLM. Results: sync_<shape>_<transport>..._<card>.json
 #   bash benchmarks/gpu/transports.sh [PIECE ...]
 # one GPU:   ipc      8b, w4a16 and BF16, and OpenRLHF's own push by handles, one a parameter
 #            ipc_moe  30b-a3b, w4a16

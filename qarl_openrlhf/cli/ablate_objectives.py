@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "ones only to the arms that have them.",
         allow_abbrev=False,
     )
-    parser.add_argument("--arms", type=_words, default=_words(PAPER_ARMS), help="presets or objectives, path/to/file.py:function, or openrlhf (its own loss); default: %(default)s")
+    parser.add_argument("--arms", type=_words, default=PAPER_ARMS, help="presets or objectives, path/to/file.py:function, or openrlhf (its own loss); default: %(default)s")
     parser.add_argument("--schemes", type=_words, default=["w4a16"], help="values of --quant.scheme; default: w4a16")
     parser.add_argument("--seeds", type=_seeds, default=[0], help="values of --train.seed; default: 0")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="gets ARM/SCHEME/seedN for each run; default: %(default)s")

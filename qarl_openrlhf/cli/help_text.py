@@ -49,7 +49,9 @@ def arrange(parser: argparse.ArgumentParser) -> None:
     needed = "--actor.model_name_or_path M --data.prompt_dataset P --reward.remote_url R --vllm.num_engines N"
     parser.usage = f"%(prog)s {needed} [flags]"
     parser.description = (
-        "Trains M with QaRL. Only these four have no default; all flags of OpenRLHF 0.11.2's train_ppo_ray work here."
+        "Trains M with QaRL. Only these four must be given; in place of --reward.remote_url it takes --reward.model_name_or_path or "
+        "--train.agent_func_path, too. The flags of OpenRLHF 0.11.2's train_ppo_ray are all here. Not supported, and refused: "
+        "--ds.lora.rank, --ds.load_in_4bit, and --ds.tensor_parallel_size and --ds.ring_attn_size above 1."
     )
 
 

@@ -1,6 +1,7 @@
 """Train with QaRL: ``python -m qarl_openrlhf.cli.train_qarl --actor.model_name_or_path M --quant.scheme w4a16 ...``
 
-Every flag of OpenRLHF 0.11.2's ``train_ppo_ray`` works here; ``--help`` shows them with ours.
+It takes every flag of OpenRLHF 0.11.2's ``train_ppo_ray``; ``--help`` shows them with ours. Refused, with the reason: ``--ds.lora.rank``,
+``--ds.load_in_4bit``, and ``--ds.tensor_parallel_size`` and ``--ds.ring_attn_size`` above 1.
 """
 
 import os

@@ -79,6 +79,32 @@ def test_every_run_of_the_learning_groups_has_flags_that_exist():
         host.parser.parse_args(shared)
 
 
+@pytest.mark.parametrize("own", ["0", "1"])
+def test_arms_start_from_the_policy_of_their_form(tmp_path, own):
+    """A program that writes down its arguments in place of Python: whole, with its jobs on two GPUs."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "gpu=$CUDA_VISIBLE_DEVICES $*" >> {tmp_path}/calls\n')
+    python.chmod(0o755)
+    done = script(
+        "learning", "main", "schemes", QARL_DRY_RUN="", QARL_PYTHON=str(python), QARL_LEARNING_OWN=own, QARL_LEARNING_JOBS="2",
+        QARL_LEARNING_DIR=str(tmp_path / "runs"), QARL_LEARNING_SECONDS="120", CUDA_VISIBLE_DEVICES="4,7",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = [line.split(" ") for line in (tmp_path / "calls").read_text().splitlines()]
+    taught = [words for words in calls if "qarl_openrlhf.data.small_qwen3" in words]
+    four_bit = "sums-16-4bit" if own == "1" else "sums-16"
+    assert sorted(words[3].rpartition("/")[2] for words in taught) == (["sums-16", four_bit] if own == "1" else ["sums-16"])
+    assert {words[0] for words in taught} == ({"gpu=4", "gpu=7"} if own == "1" else {"gpu=4"})
+    assert [words[words.index("--scheme") + 1] for words in taught if "--scheme" in words] == (["w4a16"] if own == "1" else [])
+    runs = [words for words in calls if "qarl_openrlhf.cli.ablate_objectives" in words]
+    assert len(runs) == 17 and {words[0] for words in runs} == {"gpu=4", "gpu=7"}
+    for words in runs:
+        scheme = words[words.index("--schemes") + 1]
+        policy = four_bit if scheme.startswith("w4") else "sums-16"
+        for flag, file in ("actor.model_name_or_path", "model"), ("data.prompt_dataset", "prompts.jsonl"), ("eval.dataset", "heldout.jsonl"):
+            assert words[words.index(f"--{flag}") + 1].endswith(f"/{policy}/{file}"), scheme
+
+
 @pytest.mark.parametrize(
     "name, words, environment, message",
     [
