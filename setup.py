@@ -37,9 +37,9 @@ setup(
     install_requires=[
         "openrlhf==0.11.2",
         "deepspeed==0.19.6",
-        "ray>=2.55",
+        "ray>=2.55,<2.56",
         "torch>=2.11",
-        "transformers>=5.15",
+        "transformers>=5.15,<6",
         "compressed-tensors>=0.17",
         "safetensors",
         "rich",

@@ -294,7 +294,12 @@ def _check_muon(args, typed: set[str]) -> None:
 
 
 def _check_learner(args) -> None:
-    """What the engines get is the learner's own parameters, whole, under the checkpoint's names."""
+    """What the engines get is the learner's own parameters, whole, in BF16, under the checkpoint's names."""
+    if args.ds.param_dtype != "bf16":
+        raise ConfigError(
+            f"--ds.param_dtype {args.ds.param_dtype} is not supported: the engines' weights are BF16 and take no others (and FP16 gradients "
+            "underflow to NaN: QaRL, section 4); use bf16"
+        )
     if args.ds.lora.rank > 0:
         raise ConfigError(
             f"--ds.lora.rank {args.ds.lora.rank} is not supported: the full weights are trained and published, and an engine's model has "
@@ -318,11 +323,6 @@ def _check_learner(args) -> None:
 
 
 def _check_quantized(args, scheme: QuantScheme, device: str) -> None:
-    if args.ds.param_dtype == "fp16" and not args.quant.allow_fp16:
-        raise ConfigError(
-            f"--ds.param_dtype fp16 with --quant.scheme {scheme}: FP16 gradients underflow to NaN (QaRL, section 4); use bf16, "
-            "or --quant.allow_fp16 for an ablation"
-        )
     if scheme.aligned and scheme.activation_format != "bf16" and args.vllm.tensor_parallel_size > 1:
         raise ConfigError(
             f"--vllm.tensor_parallel_size {args.vllm.tensor_parallel_size} with --quant.scheme {scheme}: each engine rank would "

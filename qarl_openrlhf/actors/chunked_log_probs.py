@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qarl_openrlhf.kernels import dispatch, product
+from qarl_openrlhf.quant.dtypes import product_dtype
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -28,6 +29,7 @@ class ChunkedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
+    @product.exact
     def forward(ctx, hidden, weight, bias, rows, targets, temperature: float, chunk: int, with_entropy: bool):
         values = hidden.new_zeros((hidden.shape[0], 1 + with_entropy), dtype=torch.float32)
         normalisers = []
@@ -41,6 +43,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         return values
 
     @staticmethod
+    @product.exact
     def backward(ctx, grad):
         hidden, weight, bias, rows, targets, normalisers, values = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
@@ -84,7 +87,9 @@ class ChunkedHead:
 
         def forward(hidden: Tensor) -> Tensor:
             flat = hidden.reshape(-1, hidden.shape[-1])
-            values = ChunkedLogProbs.apply(flat, head.weight, head.bias, rows, targets, temperature, self.chunk, with_entropy)
+            dtype = product_dtype(flat, head.weight, "lm_head")
+            operands = [None if t is None else t.to(dtype) for t in (flat, head.weight, head.bias)]
+            values = ChunkedLogProbs.apply(*operands, rows, targets, temperature, self.chunk, with_entropy)
             self.made = values.detach()
             return values.view(*hidden.shape[:-1], -1)
 

@@ -47,9 +47,6 @@ def _add_quantization(group) -> None:
         help="kernels of the learner on a GPU: the fastest known for each shape (ours or the library's), ours wherever there "
         "is one, or the plain torch references",
     )
-    group.add_argument(
-        "--quant.allow_fp16", action="store_true", help="let --ds.param_dtype fp16 run with a quantized scheme (gradients underflow)"
-    )
 
 
 def _add_run(group) -> None:

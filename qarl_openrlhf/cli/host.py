@@ -21,7 +21,7 @@ class HostCommandLine:
     """OpenRLHF's parser (``.parser``) and its argument checks (``.resolve``)."""
 
     def __init__(self):
-        require_version("openrlhf", "==0.11.2")
+        require_version("openrlhf")
         source = _source()
         before, after = _split(ast.parse(source))
         self._after = compile(ast.Module(after, []), MODULE, "exec")

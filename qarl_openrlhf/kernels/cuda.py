@@ -5,6 +5,7 @@
 | w4a16 | the BF16 copy of the weight, where it is kept or made in one pass, times the library's product; few rows without a copy: w4a16_gemm |
 | w8a8 | act_quant, then w8a8_gemm (the library's INT8 product writes int32 and needs another pass); before Hopper the library's |
 | fp8, w4a8 | act_quant, then torch._scaled_mm with row and channel scales; w8a8_gemm for shapes that it does not take |
+| experts | w4a16: torch._grouped_mm; w8a8: grouped_w8a8; fp8, w4a8: torch._scaled_grouped_mm on Hopper, grouped_w8a8 elsewhere |
 
 Numbers behind these choices: docs/kernels.md. ``choices`` keeps what was chosen for each shape, for ``auto`` to print.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qarl_openrlhf.kernels import moe_fused as moe_fused
-from qarl_openrlhf.kernels import product
+from qarl_openrlhf.kernels import grouped, product
 from qarl_openrlhf.kernels.act_quant import act_quant
 from qarl_openrlhf.kernels.dequantize import dequantize_int4, dequantize_row8, dequantize_w4a8, w4a8_channel, w4a8_operand
 from qarl_openrlhf.kernels.grouped_gemm import grouped_w8a8
@@ -191,14 +192,24 @@ def grouped_linear(x: Tensor, packed, copy: Tensor | None, ends: Tensor) -> Tens
     _require(scheme.name, x.device)
     codes, x_scale = shared_act_quant(x, scheme.activation_format == "fp8")
     copy, channel = _eight_bit_weight(packed, copy)
-    if scheme.activation_format == "int8" or n % 16 or k % 16:
-        _note(scheme, x.shape[0], n, k, "grouped_w8a8", "the library has no grouped INT8 product")
+    kernel, why = _grouped_kernel(scheme.activation_format, n, k, x.device)
+    _note(scheme, x.shape[0], n, k, kernel, why)
+    if kernel == "grouped_w8a8":
         return grouped_w8a8(codes, x_scale, copy, channel, ends)
-    _note(scheme, x.shape[0], n, k, "_scaled_grouped_mm", f"{e} experts")
     return torch._scaled_grouped_mm(
         codes, copy.transpose(-2, -1), x_scale.view(-1), channel.view(e, n), offs=ends, out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )  # fmt: skip
+
+
+def _grouped_kernel(fmt: str, n: int, k: int, device: torch.device) -> tuple[str, str]:
+    if fmt == "int8":
+        return "grouped_w8a8", "the library has no grouped INT8 product"
+    if INTERPRETED or torch.cuda.get_device_capability(device) != grouped.HOPPER:
+        return "grouped_w8a8", "the library's grouped FP8 product is for Hopper"
+    if n % 16 or k % 16:
+        return "grouped_w8a8", "the library wants N and K in multiples of 16"
+    return "_scaled_grouped_mm", "the library's, for Hopper"
 
 
 def _eight_bit_kernel(fmt: str, m: int, n: int, k: int, own: bool, device: torch.device) -> tuple[str, str]:

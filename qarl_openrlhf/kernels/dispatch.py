@@ -48,7 +48,7 @@ def card():
 
 
 def on_card(*tensors: Tensor) -> bool:
-    """Whether these BF16 tensors go to the kernels. Other dtypes (FP16 ablations, FP32 tests) run the references."""
+    """Whether these BF16 tensors go to the kernels. Other dtypes (FP32 parameters) run the references."""
     if _kernel == "torch" or any(t.dtype != torch.bfloat16 for t in tensors):
         return False
     if tensors[0].is_cuda:

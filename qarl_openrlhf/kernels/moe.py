@@ -45,10 +45,15 @@ def experts_mlp(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Product, down:
 def fused_works(device: torch.device) -> bool:
     """Whether ``moe_fused`` gives the reference's result and gradients on a small block here; tried once a process and device.
 
-    If it does not, a line says so, and the reference runs. With ``--quant.kernel triton`` that is a RuntimeError.
+    If it does not, a line says so, and the reference runs. With ``--quant.kernel triton`` that is a RuntimeError. Without memory
+    for the try (torch.OutOfMemoryError) nothing is known, and the next call tries again.
     """
     try:
-        reason = _difference(device)
+        # Of a forward that is checkpointed, hooks are at work: what the try saves would be counted as the block's, and not come back.
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+            reason = _difference(device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a compiler or driver makes of the kernels
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     if reason is None:

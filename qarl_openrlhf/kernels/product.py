@@ -5,7 +5,8 @@ a product of BF16 operands is a float32 product of the same (exactly converted) 
 what BF16 hardware with float32 accumulation does as well. Everywhere else the library's own product is used.
 """
 
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,29 @@ def cpu_multiplies_bf16() -> bool:
 def in_float32(x: Tensor) -> bool:
     """Whether products with the activation x run as float32 products rounded once."""
     return x.device.type == "cpu" and x.dtype != torch.float32 and not cpu_multiplies_bf16()
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast rounds a product's operands to on this kind of device; None where it is off."""
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Within it products are what they say: autocast would round the codes' sums, and float32 operands, to BF16."""
+    return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
+
+
+def exact(method):
+    """A Function's forward or backward, :func:`without_autocast` on the device of its first tensor."""
+
+    @wraps(method)
+    def run(ctx, first: Tensor, *others):
+        with without_autocast(first.device):
+            return method(ctx, first, *others)
+
+    return run
 
 
 def operand(w: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,11 +95,13 @@ class PlainLinear(torch.autograd.Function):
     """y = x W^T + b through :func:`forward`; saves the BF16 operands, not their float32 copies."""
 
     @staticmethod
+    @exact
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         return forward(x, weight, bias)
 
     @staticmethod
+    @exact
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         return backward(dy, x, weight, ctx.needs_input_grad, weight.dtype)
@@ -90,7 +116,8 @@ def integer_product(x: Tensor, w: Tensor) -> Tensor:
     if x.device.type == "cuda":
         return _int_mm(x, w.to(torch.int8)).float()
     x, w = x.float(), w.float()
-    slices = [linear(a, b) for a, b in zip(x.split(1024, -1), w.split(1024, -1), strict=True)]
+    with without_autocast(x.device):
+        slices = [linear(a, b) for a, b in zip(x.split(1024, -1), w.split(1024, -1), strict=True)]
     if len(slices) == 1:
         return slices[0]
     return torch.stack([part.to(torch.int32) for part in slices]).sum(0, dtype=torch.int32).float()

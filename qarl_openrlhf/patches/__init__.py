@@ -1,8 +1,8 @@
 """Every change made to someone else's package, one file a package.
 
-Each patch names the place it mends, the reason, and the versions it is written for, and refuses other versions
-(``PatchError``): a patch applied to code it has not seen is how silent corruption starts. ``apply()`` is idempotent and
-is called when ``qarl_openrlhf.actors`` or ``qarl_openrlhf.engine`` is imported, so the driver and every Ray worker get
+Each patch names the place it mends, the reason, and the versions it is written for, and refuses other versions and
+modules that lack the name it replaces (``PatchError``): a patch applied to code it has not seen is how silent corruption
+starts. ``apply()`` is idempotent and is called when ``qarl_openrlhf.actors`` or ``qarl_openrlhf.engine`` is imported, so the driver and every Ray worker get
 the same ones.
 """
 

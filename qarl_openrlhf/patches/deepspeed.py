@@ -9,16 +9,18 @@ import importlib
 
 import torch
 
+from qarl_openrlhf.patches.replacing import original, replace, replaced
 from qarl_openrlhf.patches.versions import require_version
 
 
 def apply() -> None:
-    require_version("deepspeed", ">=0.19,<0.20")
+    require_version("deepspeed")
     if torch.cuda.is_available():
         return
     # Not `from deepspeed.comm import torch`: that is PyTorch itself, which deepspeed.comm imports under the module's name.
     torch_backend = importlib.import_module("deepspeed.comm.torch")
-    torch_backend.build_shm_op = lambda: None  # "not available": DeepSpeed then uses the gloo group for everything
+    # "not available": DeepSpeed then uses the gloo group for everything
+    replace(torch_backend, "build_shm_op", lambda: None)
     _wait_for_every_gather()
 
 
@@ -31,26 +33,25 @@ def _wait_for_every_gather() -> None:
     """
     from deepspeed.runtime.zero import partition_parameters as zero
 
-    gather = zero.Init._allgather_params_coalesced
+    gather = original(zero.Init, "_allgather_params_coalesced")
+    original(zero.dist, "all_gather_into_tensor")
     if getattr(gather, "_qarl", False):
         return
 
     def gather_all(self, *args, **kwargs):
         launched = []
-        launch = zero.dist.all_gather_into_tensor
+        launch = original(zero.dist, "all_gather_into_tensor")
 
         def launch_and_remember(*positional, **named):
             launched.append(launch(*positional, **named))
             return launched[-1]
 
-        zero.dist.all_gather_into_tensor = launch_and_remember
         try:
-            result = gather(self, *args, **kwargs)
+            with replaced(zero.dist, "all_gather_into_tensor", launch_and_remember):
+                return gather(self, *args, **kwargs)
         finally:
-            zero.dist.all_gather_into_tensor = launch
             for work in launched:
                 work.wait()
-        return result
 
     gather_all._qarl = True
-    zero.Init._allgather_params_coalesced = gather_all
+    replace(zero.Init, "_allgather_params_coalesced", gather_all)

@@ -21,7 +21,7 @@ from qarl_openrlhf.patches.versions import require_version
 def apply() -> None:
     if importlib.util.find_spec("flash_attn") is not None:
         return
-    require_version("openrlhf", "==0.11.2")
+    require_version("openrlhf")
     # What these libraries find out about flash-attn must be the truth: import them before the stand-ins exist.
     import deepspeed  # noqa: F401
     import peft  # noqa: F401

@@ -6,11 +6,12 @@ reaches is replaced here.
 
 import torch
 
+from qarl_openrlhf.patches.replacing import original, replace, replaced
 from qarl_openrlhf.patches.versions import require_version
 
 
 def apply() -> None:
-    require_version("openrlhf", "==0.11.2")
+    require_version("openrlhf")
     if not torch.cuda.is_available():
         _replay_buffer_on_cpu()
         _device_mesh_on_cpu()
@@ -25,34 +26,31 @@ def _replay_buffer_on_cpu() -> None:
     """replay_buffer.py:40 builds ``torch.device(f"cuda:{current_device()}")``: here "cuda:cpu", an invalid string."""
     from openrlhf.trainer.ppo_utils import replay_buffer
 
-    init = replay_buffer.NaiveReplayBuffer.__init__
+    init = original(replay_buffer.NaiveReplayBuffer, "__init__")
     if getattr(init, "_qarl", False):
         return
 
     def __init__(self, *args, **kwargs):
-        current_device, torch.cuda.current_device = torch.cuda.current_device, lambda: 0
-        try:
+        with replaced(torch.cuda, "current_device", lambda: 0):
             init(self, *args, **kwargs)
-        finally:
-            torch.cuda.current_device = current_device
         self.target_device = torch.device("cpu")
 
     __init__._qarl = True
-    replay_buffer.NaiveReplayBuffer.__init__ = __init__
+    replace(replay_buffer.NaiveReplayBuffer, "__init__", __init__)
 
 
 def _device_mesh_on_cpu() -> None:
     """deepspeed.py:105 asks for a "cuda" mesh, whatever the machine has."""
     from openrlhf.utils.deepspeed import deepspeed as host
 
-    mesh = host.init_device_mesh
+    mesh = original(host, "init_device_mesh")
     if not getattr(mesh, "_qarl", False):
 
         def init_device_mesh(_device, *args, **kwargs):
             return mesh("cpu", *args, **kwargs)
 
         init_device_mesh._qarl = True
-        host.init_device_mesh = init_device_mesh
+        replace(host, "init_device_mesh", init_device_mesh)
 
 
 def _bounded_placement_groups() -> None:
@@ -65,4 +63,4 @@ def _bounded_placement_groups() -> None:
     from qarl_openrlhf.runtime import placement_group
 
     for module in (launcher, vllm_engine):
-        module.placement_group = placement_group
+        replace(module, "placement_group", placement_group)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience, tensor_field
 
+from qarl_openrlhf.patches.replacing import replace
+
 
 @dataclass
 class StampedExperience(Experience):
@@ -26,4 +28,4 @@ def apply() -> None:
     from openrlhf.trainer.ppo_utils import experience, experience_maker, samples_generator
 
     for module in (experience, experience_maker, samples_generator, ppo_utils):
-        module.Experience = StampedExperience
+        replace(module, "Experience", StampedExperience)

@@ -7,13 +7,15 @@ have nothing to do. Nothing is touched where CUDA is available.
 
 import torch
 
+from qarl_openrlhf.patches.replacing import replace
+
 
 def apply() -> None:
     if torch.cuda.is_available():
         return
-    torch.cuda.current_device = lambda: "cpu"
+    replace(torch.cuda, "current_device", lambda: "cpu")
     for name in ("set_device", "synchronize", "empty_cache", "current_stream"):
-        setattr(torch.cuda, name, _no_operation())
+        replace(torch.cuda, name, _no_operation())
 
 
 def _no_operation():

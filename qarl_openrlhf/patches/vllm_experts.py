@@ -7,20 +7,23 @@ steps move values within tiles that no two experts share, so that one call on al
 And for gate and up vLLM chooses the permutation of the scales by the intermediate size, which is not the size their groups
 divide (int_wna16.py, ``size_k=layer.intermediate_size_per_partition``): where a rank's share of an expert is one group, the scales
 of the wrong columns are read. Here the number of groups decides.
+
+Applied by the plugin (:mod:`qarl_openrlhf.patches.vllm`): exports are loaded (cli.evaluate, `vllm serve`) without any push.
 """
 
 import torch
 from torch import Tensor
 
+from qarl_openrlhf.patches.replacing import replace
+
 
 def apply() -> None:
-    """In a worker, before the first push of experts: engines without any stay as they are."""
+    """Before a process of vLLM's loads or is pushed experts: an export is as wrong as a push without it. Any number of times."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 
-    if int_wna16.marlin_moe_permute_scales is not permute_scales:
-        int_wna16.marlin_moe_permute_scales = permute_scales
-        _custom_ops.gptq_marlin_moe_repack = repack
+    replace(int_wna16, "marlin_moe_permute_scales", permute_scales)
+    replace(_custom_ops, "gptq_marlin_moe_repack", repack)
 
 
 def permute_scales(s: Tensor, size_k: int, size_n: int, group_size: int, is_a_8bit: bool = False) -> Tensor:

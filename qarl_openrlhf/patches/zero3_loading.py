@@ -9,14 +9,15 @@ loads for itself, are kept.
 import torch
 import torch.distributed as dist
 
+from qarl_openrlhf.patches.replacing import original, replace
 from qarl_openrlhf.patches.versions import require_version
 
 
 def apply() -> None:
-    require_version("transformers", ">=5.15,<6")
+    require_version("transformers")
     from transformers import modeling_utils
 
-    load = modeling_utils._load_state_dict_into_zero3_model
+    load = original(modeling_utils, "_load_state_dict_into_zero3_model")
     if getattr(load, "_qarl", False):
         return
 
@@ -26,7 +27,7 @@ def apply() -> None:
         return load(model, state_dict, *args, **kwargs)
 
     load_once._qarl = True
-    modeling_utils._load_state_dict_into_zero3_model = load_once
+    replace(modeling_utils, "_load_state_dict_into_zero3_model", load_once)
 
 
 def shapes_only(model: torch.nn.Module, state_dict: dict) -> dict:

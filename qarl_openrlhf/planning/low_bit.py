@@ -43,8 +43,6 @@ def _check_reference(args) -> None:
         raise ConfigError(
             f"{flag} with --ref.offload: DeepSpeed would move the weights, and NF4 weights are outside of it: use one of them"
         )
-    if args.ds.param_dtype != "bf16":
-        raise ConfigError(f"{flag} computes in BF16: use --ds.param_dtype bf16")
     if args.ds.tensor_parallel_size > 1:
         raise ConfigError(
             f"{flag} with --ds.tensor_parallel_size {args.ds.tensor_parallel_size}: NF4 weights are not split over GPUs: use 1"

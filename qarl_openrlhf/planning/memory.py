@@ -293,7 +293,7 @@ def _logits(args, shape: ModelShape, tokens: int, phase: str, shorter: str) -> P
     chunk, each = args.actor.logprob_chunk, LOGITS * shape.vocabulary
     if not chunk:
         return Part("logits", each * tokens, (phase,), f"--actor.logprob_chunk 2048, or {shorter}")
-    if args.quant.kernel != "torch" and args.ds.param_dtype == "bf16":
+    if args.quant.kernel != "torch":
         each = CHUNK_LOGITS * shape.vocabulary
     summed = 6 * shape.vocabulary * shape.hidden
     return Part("logits (a chunk)", each * min(chunk, tokens) + summed, (phase,), "a smaller --actor.logprob_chunk")

@@ -6,9 +6,10 @@
     none     nothing: every forward quantizes                              0
 
 The packed bytes are the same in all three. A write to the parameter that autograd can see (``param._version``) makes a
-cached weight stale by itself, and so does a step of the PyTorch optimizer that holds the parameter: the fused ones write where
-autograd does not look. DeepSpeed's optimizers hold copies and write through ``.data``: whoever runs their step or loads a
-checkpoint calls :meth:`QuantCache.invalidate`.
+cached weight stale by itself, and so do another parameter in its place (``load_state_dict(assign=True)``), another dtype or
+device, and a step of the PyTorch optimizer that holds the parameter: the fused ones write where autograd does not look.
+DeepSpeed's optimizers hold copies and write through ``.data``: whoever runs their step or loads a checkpoint calls
+:meth:`QuantCache.invalidate`.
 """
 
 import time
@@ -36,7 +37,8 @@ class QuantStats:
 class StepWeight:
     """One layer's quantized weight for one optimizer step, with or without the copies the products read."""
 
-    source: int | None = None  # id of the parameter
+    _source: weakref.ref | None = None  # the parameter; ids are used again
+    _kind: tuple | None = None  # its dtype and device
 
     def __init__(self, packed: PackedWeight, version: int, keep_copies: bool, dequantized: Tensor | None = None):
         self.packed = packed
@@ -47,6 +49,26 @@ class StepWeight:
             same = packed.scheme.activation_format == "bf16"
             dtype = packed.weight_scale.dtype
             self.forward_copy = self.backward_copy if same else dispatch.weight_operand(packed, dtype)
+
+    @property
+    def source(self) -> Tensor | None:
+        """The parameter it was made from, as long as that lives."""
+        return None if self._source is None else self._source()
+
+    def made_from(self, weight: Tensor) -> "StepWeight":
+        """Itself, and from now on :meth:`is_of` knows the parameter."""
+        self._source, self._kind = weakref.ref(weight), (weight.dtype, weight.device)
+        return self
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether it is the quantized form of this parameter as it is now.
+
+        The storage is not compared: ZeRO-3 gathers into another one each time, and a learner that slept wakes in another one.
+        What ZeRO-3 leaves of a partitioned parameter, no values somewhere, is none the staler for its device.
+        """
+        if self.source is not weight or self.version != weight._version:
+            return False
+        return weight.numel() == 0 or self._kind == (weight.dtype, weight.device)
 
     def _dequantized(self) -> Tensor:
         dtype = self.packed.weight_scale.dtype
@@ -84,7 +106,7 @@ class QuantCache:
     def holds(self, name: str, weight: Tensor) -> bool:
         """Whether the quantized form of this parameter is at hand; never reads its values."""
         held = self._weights.get(name)
-        return held is not None and held.version == weight._version
+        return held is not None and held.is_of(weight)
 
     def step_weight(self, name: str, weight: Tensor, scheme) -> StepWeight:
         """The quantized weight of a layer, quantizing it if this step has not yet. A hit never touches ``weight.data``."""
@@ -101,8 +123,7 @@ class QuantCache:
             self._unchecked[name] = packed.weight_scale
         self.stats.quantize_calls += 1
         self.stats.seconds += time.perf_counter() - started
-        made = StepWeight(packed, weight._version, keep_copies, dequantized)
-        made.source = id(weight)
+        made = StepWeight(packed, weight._version, keep_copies, dequantized).made_from(weight)
         if self.mode != "none":
             self._weights[name] = made
         return made
@@ -127,8 +148,10 @@ class QuantCache:
         self._unchecked.clear()
 
     def forget(self, parameters: set[int]) -> None:
-        """Forget the weights that were made from the parameters of these ids."""
-        self._weights = {name: held for name, held in self._weights.items() if held.source not in parameters}
+        """Forget the weights that were made from the parameters of these ids, or from some that are gone."""
+        self._weights = {
+            name: held for name, held in self._weights.items() if (source := held.source) is not None and id(source) not in parameters
+        }
 
     @property
     def nbytes(self) -> int:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from qarl_openrlhf.kernels import grouped, moe
+from qarl_openrlhf.kernels import grouped, moe, product
 from qarl_openrlhf.quant.cache import QuantCache
+from qarl_openrlhf.quant.dtypes import in_dtype, product_dtype
 from qarl_openrlhf.quant.errors import QuantError
 from qarl_openrlhf.quant.packing import PackedWeight
 from qarl_openrlhf.quant.scheme import QuantScheme
@@ -23,6 +24,16 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 _LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 # These routers are softmax, then top-k, then (norm_topk_prob) division by the sum: kernels.moe.route.
 _SOFTMAX_ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter")
+
+
+class _StraightThrough(grouped.GroupedStraightThrough):
+    forward = staticmethod(product.exact(grouped.GroupedStraightThrough.forward))
+    backward = staticmethod(product.exact(grouped.GroupedStraightThrough.backward))
+
+
+class _Plain(grouped.GroupedPlain):
+    forward = staticmethod(product.exact(grouped.GroupedPlain.forward))
+    backward = staticmethod(product.exact(grouped.GroupedPlain.backward))
 
 
 class ExpertWeight:
@@ -48,10 +59,15 @@ class ExpertWeight:
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows sorted by expert [T, K], ends int32 [E] -> [T, N]."""
+        x = self.taken(x)
         if self.scheme is None or not (self.scheme.aligned or self.cache.quantized_forward):
-            return grouped.GroupedPlain.apply(x, self.weight, ends)
+            return _Plain.apply(x, self.weight.to(x.dtype), ends)
         quantized = self.cache.step_weight(self.name, self.weight, self.scheme)
-        return grouped.GroupedStraightThrough.apply(x, self.weight, quantized, ends)
+        return _StraightThrough.apply(x, self.weight, in_dtype(quantized, x.dtype), ends)
+
+    def taken(self, x: Tensor) -> Tensor:
+        """x in the dtype it is multiplied in: :func:`product_dtype`'s."""
+        return x.to(product_dtype(x, self.weight, self.name))
 
 
 class QuantExperts:
@@ -66,7 +82,8 @@ class QuantExperts:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], expert ids [T, k], routing weights [T, k] -> [T, H]."""
-        return moe.experts_mlp(x, ids, weights, self.weights["gate_up_proj"], self.weights["down_proj"], self.experts)
+        first, second = (self.weights[projection] for projection in PROJECTIONS)
+        return moe.experts_mlp(first.taken(x), ids, weights, first, second, self.experts)
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from qarl_openrlhf.kernels import dispatch, product
 from qarl_openrlhf.quant.cache import QuantCache, StepWeight
+from qarl_openrlhf.quant.dtypes import CastWeight, in_dtype, product_dtype
 from qarl_openrlhf.quant.errors import QuantError
 from qarl_openrlhf.quant.packing import PackedWeight
 from qarl_openrlhf.quant.scheme import QuantScheme
@@ -29,7 +30,8 @@ class StraightThrough(torch.autograd.Function):
     """The low-bit product with the gradients above. Saves x and the step's quantized weight, never the parameter."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, quantized: StepWeight):
+    @product.exact
+    def forward(ctx, x, weight, bias, quantized: StepWeight | CastWeight):
         ctx.save_for_backward(x)
         ctx.quantized = quantized
         ctx.weight_dtype = weight.dtype
@@ -37,6 +39,7 @@ class StraightThrough(torch.autograd.Function):
         return dispatch.quantized_linear(x, packed, quantized.forward_copy, bias, packed.scheme)
 
     @staticmethod
+    @product.exact
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         w = ctx.quantized.backward_weight() if ctx.needs_input_grad[0] else None
@@ -44,7 +47,10 @@ class StraightThrough(torch.autograd.Function):
 
 
 class QuantLinear(nn.Linear):
-    """x [..., K] -> [..., N]. ``scheme`` None means a plain product (lm_head, router gates)."""
+    """x [..., K] -> [..., N]. ``scheme`` None means a plain product (lm_head, router gates).
+
+    x is of the weight's dtype, or under autocast: :mod:`qarl_openrlhf.quant.dtypes`.
+    """
 
     scheme: QuantScheme | None
     quant_name: str
@@ -77,10 +83,15 @@ class QuantLinear(nn.Linear):
         return self.quant_cache.holds(self.quant_name, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scheme is None or not (self.scheme.aligned or self.quant_cache.quantized_forward):
-            return dispatch.linear(x, self.weight, self.bias)
+        plain = self.scheme is None or not (self.scheme.aligned or self.quant_cache.quantized_forward)
+        dtype = product_dtype(x, self.weight, self.quant_name)
+        if plain and dtype != self.weight.dtype:
+            return product.linear(x, self.weight, self.bias)  # autocast rounds a float32 weight once for all its products
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if plain:
+            return dispatch.linear(x.to(dtype), self.weight, bias)
         quantized = self.quant_cache.step_weight(self.quant_name, self.weight, self.scheme)
-        return StraightThrough.apply(x, self.weight, self.bias, quantized)
+        return StraightThrough.apply(x.to(dtype), self.weight, bias, in_dtype(quantized, dtype))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scheme={self.scheme or 'none'}"

@@ -4,8 +4,9 @@ The bytes of a tensor are read as little-endian 32-bit words w_0, w_1, ... (the 
 
     checksum = sum_i w_i * (2 i + 1)   modulo 2^64
 
-Every weight 2 i + 1 is odd, hence invertible modulo 2^64: a change of any single word always changes the sum, and words in
-another order give another sum. Integer additions may be made in any order, so CPU and GPU agree bit for bit.
+Every weight 2 i + 1 is odd, hence invertible modulo 2^64: a change of any single word always changes the sum. Two different words
+that change places change it by 2 (i - j) (w_j - w_i), which is not 0 in tensors below 8 GiB. Several changes can cancel each
+other, as exchanges that mirror each other do: 0, 1, 1, 0 and 1, 0, 0, 1 have the same sum. Integer additions may be made in any order, so CPU and GPU agree bit for bit.
 """
 
 from collections.abc import Callable, Sequence

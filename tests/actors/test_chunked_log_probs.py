@@ -77,6 +77,26 @@ def test_bf16_is_within_the_rounding_of_the_products():
         assert (mine.double() - truth).abs().max() <= 2**-7 * truth.abs().max()
 
 
+def test_dtypes_are_those_that_lm_head_itself_takes():
+    """The error of QuantLinear for a float32 input of a BF16 lm_head; the same numbers under autocast as without."""
+    hidden, weight, _, rows, targets, g, _ = inputs(torch.bfloat16)
+    network = torch.nn.Module()
+    network.head = torch.nn.Linear(H, V, bias=False).bfloat16()
+    network.head.weight.data.copy_(weight.detach())
+    network.get_output_embeddings = lambda: network.head
+    found = []
+    for cast in (False, True):
+        x = hidden.detach().to(torch.float32 if cast else torch.bfloat16).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast), ChunkedHead(network, 5).reading(rows, targets, 1.0, True):
+            values = network.head(x)
+            (values[rows, 0] * g).sum().backward()
+        found.append((values.detach(), x.grad.bfloat16()))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found))
+    with ChunkedHead(network, 5).reading(rows, targets, 1.0, True):
+        with pytest.raises(QuantError, match=r"lm_head: the input is torch\.float32 and the weight torch\.bfloat16"):
+            network.head(hidden.detach().float())
+
+
 def test_nothing_of_tokens_times_vocabulary_is_kept_for_the_backward():
     hidden, weight, _, rows, targets, *_ = inputs(torch.float32)
     kept = []

@@ -152,6 +152,20 @@ def test_layers_and_schemes(model, scheme, tp, gpus, message):
     assert any(message in f.what and f.fix for f in findings if f.level is Level.FAIL), [str(f) for f in findings]
 
 
+@pytest.mark.parametrize("capability, hopper", [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+@pytest.mark.parametrize("scheme", ["fp8", "w8a8", "w4a16"])
+def test_experts_have_a_product_on_every_card_that_the_scheme_runs_on(scheme, capability, hopper):
+    """The library's grouped FP8 product is Hopper's: elsewhere the learner has its own, and dense layers the library's."""
+    machine = healthy(gpus=(dataclasses.replace(H100, capability=capability),))
+    findings = doctor.examine(machine, "cuda", model=str(CONFIGS / "qwen3-30b-a3b"), scheme=scheme)
+    lines = [f.what for f in findings if f.topic == "kernels" and "learner" in f.what]
+    experts = {"fp8": "torch._scaled_grouped_mm (e4m3)" if hopper else "grouped_w8a8 (e4m3)", "w8a8": "grouped_w8a8 (int8)"}
+    dense = {"fp8": "torch._scaled_mm (e4m3)", "w8a8": "w8a8_gemm (int8)", "w4a16": "dequantize + PyTorch"}[scheme]
+    assert len(lines) == 6
+    for line in lines:
+        assert f"learner {experts.get(scheme, 'dequantize + torch._grouped_mm') if '.experts.' in line else dense};" in line
+
+
 def test_disk_for_a_model():
     model = str(CONFIGS / "qwen3-8b")
     assert any("training checkpoint" in f.what for f in doctor.examine(healthy(disk_free=100 * GIB), "cuda", model=model))

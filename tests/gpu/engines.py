@@ -84,7 +84,7 @@ def read(outputs) -> tuple[list, torch.Tensor]:
 
 @ray.remote(num_gpus=0.1, num_cpus=0)
 def sample_from_export(directory: str, **kwargs) -> tuple[list, torch.Tensor]:
-    """The same responses from vLLM as a user starts it on an exported checkpoint, without any of our parts."""
+    """The same responses from vLLM as a user starts it on an exported checkpoint: nothing of ours but the plugin, which it finds itself."""
     import os
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -5,7 +5,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from qarl_openrlhf.kernels import dispatch, reference, w4a16_gemm, w8a8_gemm  # noqa: E402
+from qarl_openrlhf.kernels import dispatch, grouped_gemm, reference, w4a16_gemm, w8a8_gemm  # noqa: E402
 from qarl_openrlhf.quant import QuantScheme, dequantize_weight, quantize_weight  # noqa: E402
 
 
@@ -53,6 +53,19 @@ def test_a_late_bias_is_added_after_rounding(device):
     bias = torch.randn(48).bfloat16()
     y = run(arguments).cpu()
     assert torch.equal(run(arguments, bias.to(device), True).cpu(), y + bias)
+
+
+@pytest.mark.parametrize("loads", [[5, 0, 70, 3], [0, 0, 1]])
+@pytest.mark.parametrize("name", ["w8a8", "fp8"])
+def test_experts_against_float64(name, loads, device):
+    """In e4m3, too, which cards other than Hopper need."""
+    x, w = torch.randn(sum(loads), 64).bfloat16(), (torch.randn(len(loads), 48, 64) * 0.02).bfloat16()
+    packed, ends = quantize_weight(w, QuantScheme.parse(name)), torch.tensor(loads).cumsum(0).to(torch.int32)
+    codes, scale = {"w8a8": reference.quantize_act_int8, "fp8": reference.quantize_act_fp8}[name](x)
+    w_dq = packed.weight.double() * packed.weight_scale.double()
+    exact = torch.cat([rows.double() @ w_dq[e].T for e, rows in enumerate((codes.double() * scale.double()).split(loads))])
+    on = [t.to(device) for t in (codes, scale, packed.weight, packed.weight_scale.float(), ends)]
+    assert error(grouped_gemm.grouped_w8a8(*on), exact) < 3e-3
 
 
 def test_empty_and_odd_shapes(device):

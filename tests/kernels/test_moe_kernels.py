@@ -12,7 +12,9 @@ from qarl_openrlhf.kernels import dispatch, grouped, moe  # noqa: E402
 from qarl_openrlhf.kernels import moe_fused as fused  # noqa: E402
 from qarl_openrlhf.quant import QuantScheme  # noqa: E402
 from qarl_openrlhf.quant.cache import StepWeight  # noqa: E402
+from qarl_openrlhf.quant.convert import convert_model  # noqa: E402
 from qarl_openrlhf.quant.packing import quantize_weight  # noqa: E402
+from tests.tiny_models import tiny_moe, tokens  # noqa: E402
 
 BF16 = torch.bfloat16
 ULP = 2**-7  # relative, of a BF16 number, at most
@@ -255,6 +257,34 @@ def test_checkpointing_gives_the_same_gradients(device):
     whole = torch.autograd.grad(step(x, weights), (x, weights), dout)
     again = torch.autograd.grad(checkpoint(step, x, weights, use_reentrant=False), (x, weights), dout)
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def test_the_first_forward_of_all_may_be_a_checkpointed_one(device, monkeypatch, capsys):
+    """The kernels are tried in it: nothing of the try is saved with the checkpoint, and it is not held against them."""
+    monkeypatch.setattr(moe, "fused_works", cache(moe.fused_works.__wrapped__))
+    gradients = []
+    for checkpointing in (True, False):
+        model = tiny_moe(num_hidden_layers=1).to(device)
+        convert_model(model, QuantScheme.parse("bf16"))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        before = dispatch.kernel_calls().get("silu_mul_backward", 0)
+        ids = tokens(1, 5).to(device)
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert dispatch.kernel_calls()["silu_mul_backward"] - before == 1 + checkpointing  # and the try's
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert moe.fused_works.cache_info().misses == 1 and not capsys.readouterr().out
+
+
+def test_a_try_without_memory_is_made_again(device, monkeypatch, capsys):
+    monkeypatch.setattr(moe, "fused_works", cache(moe.fused_works.__wrapped__))
+    with monkeypatch.context() as full:
+        full.setattr(fused, "block", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+        with pytest.raises(torch.OutOfMemoryError):
+            moe.fused_works(torch.device(device))
+    assert moe.fused_works(torch.device(device)) and not capsys.readouterr().out
 
 
 def test_ops_have_fakes_and_schemas(device):

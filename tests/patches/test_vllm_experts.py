@@ -72,3 +72,66 @@ def test_vllm_has_what_is_replaced():
     from vllm import _custom_ops
 
     assert callable(int_wna16.marlin_moe_permute_scales) and callable(_custom_ops.gptq_marlin_moe_repack)
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """Whether vLLM's two functions are ours, from a state in which they are not; undone afterwards."""
+    int_wna16 = pytest.importorskip("vllm.model_executor.layers.fused_moe.oracle.int_wna16")
+    from vllm import _custom_ops
+
+    monkeypatch.setattr(int_wna16, "marlin_moe_permute_scales", None)
+    monkeypatch.setattr(_custom_ops, "gptq_marlin_moe_repack", None)
+    ours = vllm_experts.permute_scales, vllm_experts.repack
+    return lambda: (int_wna16.marlin_moe_permute_scales, _custom_ops.gptq_marlin_moe_repack) == ours
+
+
+@pytest.fixture
+def register(replaced, monkeypatch):
+    """The plugin's registration, as on a platform ("cuda", "cpu", ..)."""
+    from vllm.platforms import current_platform
+
+    from qarl_openrlhf.engine import plugin
+
+    def registered(platform):
+        with monkeypatch.context() as faked:
+            if platform != "cpu":  # the machine's own, elsewhere
+                faked.setattr("qarl_openrlhf.patches.versions.version", lambda package: "0.26.0")
+            for name in ("cpu", "cuda"):
+                faked.setattr(type(current_platform), f"is_{name}", lambda self, name=name: name == platform)
+            plugin.register()
+
+    return registered
+
+
+def test_the_plugin_mends_what_only_loads_an_export(register, replaced):
+    """A GPU process of vLLM that nothing is pushed to: cli.evaluate, `vllm serve`."""
+    register("cuda")
+    assert replaced()
+    register("cuda")
+    assert replaced()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "rocm"])
+def test_elsewhere_nothing_is_replaced(register, replaced, platform):
+    from vllm.platforms import current_platform
+
+    if platform == "cpu" and not current_platform.is_cpu():
+        pytest.skip("needs vLLM for CPUs")
+    register(platform)
+    assert not replaced()
+
+
+@pytest.mark.parametrize("any_version", [True, False])
+def test_a_vllm_without_such_experts_is_refused_unless_any_is_taken(register, monkeypatch, any_version):
+    monkeypatch.setenv("QARL_ANY_VLLM", str(int(any_version)))
+
+    def missing():
+        raise ImportError("cannot import name 'int_wna16'")
+
+    monkeypatch.setattr(vllm_experts, "apply", missing)
+    if any_version:
+        register("cuda")
+    else:
+        with pytest.raises(ImportError, match="int_wna16"):
+            register("cuda")

@@ -33,7 +33,6 @@ def resolve(**flags):
     [
         ({"ref__load_in_4bit": True, "algo__kl__init_coef": 0}, "without a KL term has no effect"),
         ({"ref__load_in_4bit": True, "ref__offload": True}, "--ref.load_in_4bit with --ref.offload"),
-        ({"ref__load_in_4bit": True, "ds__param_dtype": "fp16"}, "use --ds.param_dtype bf16"),
         (
             {"actor__adam__state_bits": 8, "actor__optim": "muon", "actor__muon__lr": 1e-6},
             "is for AdamW, and --actor.optim is muon",

@@ -1,5 +1,7 @@
 """The checksum against its definition in Python integers, and what it must notice."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,7 +56,16 @@ def test_every_single_flipped_bit_and_every_swap_of_words_shows():
             tensor[byte] ^= 1 << bit
             assert checksum(tensor) != before
             tensor[byte] ^= 1 << bit
-    words = torch.arange(1, 17, dtype=torch.int32)
-    swapped = words.clone()
-    swapped[[3, 9]] = words[[9, 3]]
-    assert checksum(swapped) != checksum(words)
+    words = torch.randint(-(2**31), 2**31 - 1, (17,), dtype=torch.int32)
+    for i, j in combinations(range(17), 2):
+        swapped = words.clone()
+        swapped[[i, j]] = words[[j, i]]
+        assert checksum(swapped) != checksum(words)
+
+
+def test_changes_that_cancel_do_not_show():
+    """What the docstring says is not noticed, and why: one exchange adds what its mirror image takes away."""
+    one, mirrored = (torch.tensor(words, dtype=torch.int32) for words in ([0, 1, 1, 0], [1, 0, 0, 1]))
+    assert checksum(one) == checksum(mirrored)
+    assert len({checksum(torch.tensor(words)) for words in ([0, 1, 1, 0], [1, 0, 1, 0], [0, 1, 0, 1])}) == 3  # either one alone
+    assert "0, 1, 1, 0 and 1, 0, 0, 1 have the same sum" in module.__doc__

