@@ -5,12 +5,12 @@ import random
 
 import numpy
 import torch
-from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
 from qarl_openrlhf.engine import gpu_layers, gpu_moe, layout, plugin
 from qarl_openrlhf.engine.cpu_method import QarlLinearMethod
 from qarl_openrlhf.engine.moe_method import CpuMoEMethod
+from qarl_openrlhf.patches.vllm_names import RoutedExperts
 
 # vLLM imports this module before it loads the model, in every worker: the backend is known even where the package is on the
 # path but not installed, i.e. has no entry point.

@@ -89,12 +89,14 @@ class GroupedStraightThrough(torch.autograd.Function):
     """:func:`forward` with the gradients of quant.linear.StraightThrough; saves x and the step's weight."""
 
     @staticmethod
+    @product.exact
     def forward(ctx, x, weight, quantized, ends):
         ctx.save_for_backward(x, ends)
         ctx.quantized, ctx.weight_dtype = quantized, weight.dtype
         return forward(x, quantized.packed, quantized.forward_copy, ends)
 
     @staticmethod
+    @product.exact
     def backward(ctx, dy):
         x, ends = ctx.saved_tensors
         w = ctx.quantized.backward_weight() if ctx.needs_input_grad[0] else None
@@ -105,11 +107,13 @@ class GroupedPlain(torch.autograd.Function):
     """:func:`plain_forward` with its gradients; saves x and the parameter, as an ordinary linear layer does."""
 
     @staticmethod
+    @product.exact
     def forward(ctx, x, weight, ends):
         ctx.save_for_backward(x, weight, ends)
         return plain_forward(x, weight, ends)
 
     @staticmethod
+    @product.exact
     def backward(ctx, dy):
         x, weight, ends = ctx.saved_tensors
         return *backward(dy, x, weight, ends, ctx.needs_input_grad[:2], weight.dtype), None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from qarl_openrlhf.kernels import grouped, moe, product
+from qarl_openrlhf.kernels import grouped, moe
 from qarl_openrlhf.quant.cache import QuantCache
 from qarl_openrlhf.quant.dtypes import in_dtype, product_dtype
 from qarl_openrlhf.quant.errors import QuantError
@@ -24,16 +24,6 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 _LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 # These routers are softmax, then top-k, then (norm_topk_prob) division by the sum: kernels.moe.route.
 _SOFTMAX_ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter")
-
-
-class _StraightThrough(grouped.GroupedStraightThrough):
-    forward = staticmethod(product.exact(grouped.GroupedStraightThrough.forward))
-    backward = staticmethod(product.exact(grouped.GroupedStraightThrough.backward))
-
-
-class _Plain(grouped.GroupedPlain):
-    forward = staticmethod(product.exact(grouped.GroupedPlain.forward))
-    backward = staticmethod(product.exact(grouped.GroupedPlain.backward))
 
 
 class ExpertWeight:
@@ -61,9 +51,9 @@ class ExpertWeight:
         """Rows sorted by expert [T, K], ends int32 [E] -> [T, N]."""
         x = self.taken(x)
         if self.scheme is None or not (self.scheme.aligned or self.cache.quantized_forward):
-            return _Plain.apply(x, self.weight.to(x.dtype), ends)
+            return grouped.GroupedPlain.apply(x, self.weight.to(x.dtype), ends)
         quantized = self.cache.step_weight(self.name, self.weight, self.scheme)
-        return _StraightThrough.apply(x, self.weight, in_dtype(quantized, x.dtype), ends)
+        return grouped.GroupedStraightThrough.apply(x, self.weight, in_dtype(quantized, x.dtype), ends)
 
     def taken(self, x: Tensor) -> Tensor:
         """x in the dtype it is multiplied in: :func:`product_dtype`'s."""

@@ -15,7 +15,9 @@ from . import memory_worker
 from .conftest import learner_args
 
 # Of the estimate: what a CPU rank without an engine does not have at these moments, or only in passing.
-NOT_HERE = ("CUDA context", "activations", "logits", "sync buffers", "gathered parameters", "one layer", "gradients in FP32", "whole matrices")
+NOT_HERE = (
+    "CUDA context", "activations", "logits", "sync buffers", "gathered parameters", "one layer", "gradients in FP32", "whole matrices",
+)  # fmt: skip
 PHASES = {"accumulating": "forward and backward", "step": "optimizer step", "published": "publish"}
 
 pytestmark = pytest.mark.slow
