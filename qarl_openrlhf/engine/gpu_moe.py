@@ -98,8 +98,9 @@ def effective_weights(path: str, layer: nn.Module) -> dict[str, tuple[tuple[int,
     first, count = _local_experts(path, layer)
     hidden, inner = config.hidden_dim, layer.intermediate_size_per_partition
     device, dtype = layer.w13_weight_scale.device, layer.w13_weight_scale.dtype
-    gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype, device=device)
-    down = torch.empty(count, hidden, inner, dtype=dtype, device=device)
+    # NaN: what is not read must equal nothing, least of all what an earlier call left in this memory.
+    gate_up = torch.full((count, 2 * inner, hidden), torch.nan, dtype=dtype, device=device)
+    down = torch.full((count, hidden, inner), torch.nan, dtype=dtype, device=device)
     rows = 128  # no more tokens than the engine's own workspaces, which are locked once graphs are captured
     for local in range(count):
         for start in range(0, max(hidden, inner), rows):
