@@ -170,7 +170,7 @@ def check_same(one: dict, other: dict, *, since: int) -> None:
     rows, others = (load_run(w["ckpt.output_dir"]).rows for w in (one, other))
     assert [row["step"] for row in others] == [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for row, again in zip(rows[since:], others[since:], strict=True):
-        measured = ("timing/", "time", "kernels/")
+        measured = ("timing/", "time", "kernels/", "memory/")
         names = [n for n in row if not n.startswith(measured) and not n.endswith(("_ms", "_per_s", "_gbps")) and "tok_per_s" not in n]
         if row["step"] == since + 1:
             # OpenRLHF averages DeepSpeed's last norm over micro-batches, the first ones of a rollout with that of the rollout before.
