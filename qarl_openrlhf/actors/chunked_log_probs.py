@@ -62,6 +62,7 @@ class ChunkedLogProbs(torch.autograd.Function):
                 d_weight += dw
             if needs[2]:
                 d_bias += db
+            del logits, d_logits, dx, dw, db  # not beside those of the next chunk, nor beside the sum in two dtypes
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None

@@ -82,6 +82,22 @@ def one_rank_environment() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 
 
+def initialize(model) -> None:
+    """The model's own random weights under ZeRO-3, whose parameters are in shards when transformers would set them.
+
+    Without, a router is all zeros, so that every token goes to the same experts, and these are what was in the memory before.
+    """
+    import deepspeed
+
+    for module in model.modules():
+        if own := list(module.parameters(recurse=False)):
+            with deepspeed.zero.GatheredParameters(own, modifier_rank=0):
+                for parameter in own:
+                    parameter._is_hf_initialized = False
+                if torch.distributed.get_rank() == 0:
+                    model._init_weights(module)
+
+
 class StepLearner:
     """A trainer on random weights of a config, as the Ray actor of a run builds it (without an engine to publish to)."""
 
@@ -131,6 +147,7 @@ class StepLearner:
         if self.args.ds.zero_stage == 3:
             with deepspeed.zero.Init(config_dict_or_path=strategy.get_ds_train_config(), remote_device=None):
                 model = AutoModelForCausalLM.from_config(config, **kwargs)
+            initialize(model)
         else:
             with self.device:
                 model = AutoModelForCausalLM.from_config(config, **kwargs)
@@ -217,8 +234,19 @@ class StepLearner:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Free the device's memory: DeepSpeed's engine and optimizer hold each other, and hooks hold both."""
-        self.trainer.actor.model.destroy()
+        """Free the device's memory: DeepSpeed's engine and optimizer hold each other, and hooks hold both.
+
+        ZeRO-3 leaves its optimizer in hooks of the parameters that are never removed: what it holds, and they, are emptied.
+        """
+        engine = self.trainer.actor.model
+        engine.destroy()
+        engine.basic_optimizer.state.clear()
+        engine.basic_optimizer.param_groups.clear()
+        vars(engine.optimizer).clear()
+        for parameter in engine.module.parameters():
+            for held in (parameter, getattr(parameter, "ds_tensor", None)):
+                if held is not None:
+                    held.data = held.data.new_empty(0)
         self.trainer = self.clock = None
         gc.collect()
         if self.device.type == "cuda":

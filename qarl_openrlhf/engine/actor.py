@@ -1,8 +1,8 @@
 """OpenRLHF's rollout actor with low-bit weights that are published to it, proven, and only then sampled from."""
 
-from qarl_openrlhf import patches
+from qarl_openrlhf.patches import torch_cuda
 
-patches.apply()
+torch_cuda.apply()  # and no other patch: they import DeepSpeed and OpenRLHF's models, half of what an engine took to import
 
 import asyncio  # noqa: E402
 import os  # noqa: E402

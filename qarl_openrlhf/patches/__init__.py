@@ -2,8 +2,8 @@
 
 Each patch names the place it mends, the reason, and the versions it is written for, and refuses other versions and
 modules that lack the name it replaces (``PatchError``): a patch applied to code it has not seen is how silent corruption
-starts. ``apply()`` is idempotent and is called when ``qarl_openrlhf.actors`` or ``qarl_openrlhf.engine`` is imported, so the
-driver and every Ray worker get the same ones.
+starts. ``apply()`` is idempotent and is called when ``qarl_openrlhf.actors`` is imported, so the driver and every learner get the
+same ones. An engine's process (``qarl_openrlhf.engine.actor``) has those of ``torch_cuda`` and, by the plugin, of ``vllm`` alone.
 """
 
 from qarl_openrlhf.patches.versions import PatchError, require_version

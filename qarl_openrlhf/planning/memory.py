@@ -30,7 +30,10 @@ LOGITS = 12
 CHUNK_LOGITS = 2  # the same of a chunk on a card: BF16 logits, which their gradient overwrites (kernels.token_log_probs)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: codes, and scales of 64 in 8 bits with float32 scales of 256 of their own
 SHARE = "--vllm.gpu_memory_utilization"
-PHASES = ("rollout", "forward and backward", "optimizer step", "publish")
+# With checkpointing, a micro-batch's logits are gone before the backward computes the first layer anew: what only one of them needs
+# is never beside what only the other does.
+PHASES = ("rollout", "logits", "layers", "optimizer step", "publish")
+AT_WORK = 1.1  # activations and gradients of the layer at work, times those that its forward makes; 1.0 and 1.1 in traces of 30B-A3B
 _DECODER_LAYER = re.compile(r".*?\blayers\.\d+\.")
 USABLE = 0.97  # of a card's memory: the driver's share, and what the allocator cannot give out in one piece
 
@@ -194,14 +197,14 @@ def learner_tensors(args, shape: ModelShape) -> int:
 
 
 def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
-    rollout, backward, step, publish = phases
+    rollout, logits, layers, step, publish = phases
+    backward = (logits, layers)
     scheme, stage = QuantScheme.parse(args.quant.scheme), args.ds.zero_stage
     copies = data_parallel(args)
     offload, sleeps = args.ds.adam_offload, args.ds.enable_sleep
     p = shape.parameters
-    states = (backward, step) if sleeps else tuple(phases)
+    states = (*backward, step) if sleeps else tuple(phases)
     share = p / copies if stage >= 1 else p
-    step_share = max((weights for weights, _ in pieces(args, shape)), default=0) if stage == 3 else share  # ZeRO-3 steps piece by piece
     fewer = "" if offload else "--ds.adam_offload (host memory), or more GPUs" + ("" if stage else " with --ds.zero_stage 2")
     zero3 = "" if stage == 3 or copies == 1 else "--ds.zero_stage 3"
     adam = p - shape.matrices if args.actor.optim == "muon" else p
@@ -212,26 +215,30 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
         Part("BF16 parameters", int(2 * (p / copies if stage == 3 else p)), tuple(phases), zero3),
         Part("master weights (FP32)", 0 if offload else int(4 * share), states, fewer),
         Part(f"optimizer state{' (8 bits)' if eight else ''}", 0 if offload else int(moments), states, fewer),
-        Part("gradients in FP32 for the step", 0 if offload else int(4 * step_share), (step,), fewer),
+        Part("gradients in FP32 for the step", 0 if offload else _stepped(args, shape), (step,), fewer),
     ]
     if args.actor.optim == "muon":
         size = peak_bytes(shape.stacks, shape.matrices, copies if stage else 1)
         parts.append(Part("whole matrices (Muon)", size, (step,)))
     tensor = max(shape.largest, shape.largest_other)
     parts += _gradients(p, tensor, copies, stage, offload, args.ds.overlap_comm, phases, states, zero3 or fewer)
+    if stage:
+        arriving = shape.layer if shape.experts_hidden else tensor  # both stacks of a block of experts come from one backward
+        parts.append(Part("gradients that have just been made", 2 * arriving, (layers,)))
     if stage == 3:
-        live = max(min(p, LIVE), shape.largest, shape.largest_other)
-        parts.append(Part("gathered parameters (ZeRO-3)", int(2 * live), (backward, publish)))
+        live = max(min(p, LIVE + (shape.layer if shape.experts_hidden else 0)), tensor)
+        parts.append(Part("gathered parameters (ZeRO-3)", 2 * live, (layers, publish)))
+        parts.append(Part("gathered lm_head (ZeRO-3)", 2 * shape.largest_other, (logits,)))
     mode = args.quant.cache
     less = {"dequant": "--quant.cache packed", "packed": "--quant.cache none (quantizes in every forward)"}.get(mode, "")
     parts.append(Part(f"quantization cache ({mode})", cache_bytes(scheme, mode, shape), tuple(phases), less))
     if scheme.aligned and mode == "none" and not args.actor.gradient_checkpointing_enable:
         # The backward reads what its forward made, and the loss lives until the step is over.
-        parts.append(Part("packed weights of a forward", cache_bytes(scheme, "packed", shape), (backward, step)))
+        parts.append(Part("packed weights of a forward", cache_bytes(scheme, "packed", shape), (*backward, step)))
     if scheme.aligned and mode != "dequant":
-        parts.append(Part("one layer dequantized", int(2 * shape.largest), (backward,)))
+        parts.append(Part("one layer dequantized", int(2 * shape.largest), (layers,)))
     tokens = micro_batch_tokens(args)
-    parts += _activations(args, shape, tokens, backward)
+    parts += _activations(args, shape, tokens, logits, layers)
     if args.algo.kl.init_coef > 0 and not args.ref.offload:
         nf4 = args.ref.load_in_4bit  # whole on every GPU; embeddings, lm_head and norms stay BF16
         size = NF4 * shape.matrices + 2 * (p - shape.matrices) if nf4 else 2 * (p / copies if stage == 3 else p)
@@ -251,25 +258,40 @@ def _gradients(p: int, largest: int, copies: int, stage: int, offload: bool, ove
 
     ZeRO-1 accumulates all of them on every rank, ZeRO-3 keeps its share and its bucket for the whole run.
     """
-    _, backward, step, _ = phases
+    _, *backward, step, _ = phases
     if stage == 0:
         return [Part("gradients", 2 * p, states, advice)]
     share = 0 if offload else 2 * p // copies
     # DeepSpeed keeps room for the largest tensor's gradient on its way to main memory.
     moving = 2 * largest if offload and stage < 3 else 0
     bucket = 2 * reduce_bucket(p) * (2 if overlap and stage < 3 else 1)
-    until = states if stage == 3 else (backward, step)
+    # A step of ZeRO-1 or 2 counts its own (_stepped).
+    until = states if stage == 3 else tuple(backward)
     parts = [
         Part("gradients", share, until, advice),
         Part("a gradient on its way to main memory", moving, tuple(phases)),
-        Part("reduce bucket", bucket, tuple(phases) if stage == 3 else (backward,)),
+        Part("reduce bucket", bucket, tuple(phases) if stage == 3 else tuple(backward)),
     ]
     if stage == 1:
-        parts.append(Part("gradients of the other ranks' shares (ZeRO-1)", 2 * p - share, (backward,), advice))
+        parts.append(Part("gradients of the other ranks' shares (ZeRO-1)", 2 * p - share, tuple(backward), advice))
     return parts
 
 
-def _activations(args, shape: ModelShape, tokens: int, phase: str) -> list[Part]:
+def _stepped(args, shape: ModelShape) -> int:
+    """Gradients at most, while the optimizer steps one flat tensor after the other.
+
+    ZeRO-3 has those of a piece in FP32, beside its buffer of all of them. ZeRO-1 and 2 let the BF16 ones of a piece go only when
+    there is a flat copy, and that in FP32, too; those of the pieces to come are there as well.
+    """
+    weights = [count for count, _ in pieces(args, shape)]
+    if args.ds.zero_stage == 3:
+        return 4 * max(weights, default=0)
+    if args.ds.zero_stage == 0:
+        return 4 * shape.parameters
+    return max((2 * sum(weights[i:]) + 6 * weights[i] for i in range(len(weights))), default=0)
+
+
+def _activations(args, shape: ModelShape, tokens: int, logits: str, layers: str) -> list[Part]:
     """Activations of the layers and logits of one micro-batch, BF16, attention without a [T, T] matrix."""
     attention = shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
     # residuals, norms (in float32, too), rotated q and k, attention output, gate, up, their product
@@ -277,15 +299,15 @@ def _activations(args, shape: ModelShape, tokens: int, phase: str) -> list[Part]
     checkpointing = args.actor.gradient_checkpointing_enable
     shorter = "--train.max_tokens_per_gpu" if args.train.dynamic_batch_enable else "--train.micro_batch_size"
     shorter = f"a smaller {shorter} or --data.max_len"
+    both, advice = (logits, layers), "--actor.gradient_checkpointing_enable"
     if checkpointing:
-        kept = 2 * tokens * shape.hidden * shape.layers + 2 * layer  # one layer at work: its activations and their gradients
-        advice = shorter
+        parts = [
+            Part("inputs of the layers", 2 * tokens * shape.hidden * shape.layers, both, shorter),
+            Part("activations of a layer", int(AT_WORK * layer), (layers,), shorter),
+        ]
     else:
-        kept, advice = layer * (shape.layers + 1), "--actor.gradient_checkpointing_enable"
-    return [
-        Part("activations", int(kept), (phase,), advice),
-        _logits(args, shape, tokens, phase, shorter),
-    ]
+        parts = [Part("activations", layer * (shape.layers + 1), both, advice)]
+    return [*parts, _logits(args, shape, tokens, logits, shorter)]
 
 
 def _logits(args, shape: ModelShape, tokens: int, phase: str, shorter: str) -> Part:

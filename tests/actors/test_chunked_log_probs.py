@@ -1,9 +1,12 @@
 """``--actor.logprob_chunk``: the numbers of the whole product, r = 1 before the first update, no logits of a micro-batch."""
 
+import weakref
+
 import pytest
 import torch
 
 from qarl_openrlhf.actors.chunked_log_probs import ChunkedHead, ChunkedLogProbs
+from qarl_openrlhf.kernels import product
 from qarl_openrlhf.quant.errors import QuantError
 from tests.actors.test_learner import RecordingLoss, fill
 
@@ -103,6 +106,39 @@ def test_nothing_of_tokens_times_vocabulary_is_kept_for_the_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
         ChunkedLogProbs.apply(hidden, weight, None, rows, targets, 1.0, 4, True)
     assert kept and all(V not in shape or shape == weight.shape for shape in kept)
+
+
+@pytest.mark.parametrize("rows_a_chunk", [2, 4, 100])
+def test_of_a_backward_one_chunk_is_there_at_a_time(monkeypatch, rows_a_chunk):
+    """Logits and gradients of a chunk are gone when the next one's are made, and when the sum gets lm_head's dtype."""
+    living, seen = [], []
+
+    def watched(name):
+        call = getattr(product, name)
+
+        def run(*args, **kwargs):
+            if name == "forward":
+                assert not any(ref() is not None for ref in living)
+                living.clear()
+            made = call(*args, **kwargs)
+            living.extend(weakref.ref(tensor) for tensor in (made if isinstance(made, tuple) else (made,)) if tensor is not None)
+            return made
+
+        monkeypatch.setattr(product, name, run)
+
+    hidden, weight, _, rows, targets, g, _ = inputs(torch.bfloat16)
+    log_probs = ChunkedLogProbs.apply(hidden, weight, None, rows, targets, 1.0, rows_a_chunk, False)[rows, 0]
+    watched("forward"), watched("backward")
+    to = torch.Tensor.to
+
+    def convert(tensor, *args, **kwargs):
+        if tensor.shape == weight.shape and tensor.dtype == torch.float32:
+            seen.append([ref() is not None for ref in living])
+        return to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", convert)
+    (log_probs * g).sum().backward()
+    assert seen and seen[-1] and not any(seen[-1])
 
 
 def test_a_micro_batch_without_response_tokens_stays_on_the_graph():

@@ -5,6 +5,7 @@ import json
 import weakref
 
 import pytest
+import torch
 
 from qarl_openrlhf.bench import step_learner, sync
 from qarl_openrlhf.bench.step_clock import OLD, OPTIMIZER, QUANTIZE, TRAIN
@@ -41,20 +42,30 @@ def test_a_step_is_measured_whole_and_a_second_run_has_nothing_to_do(tmp_path, c
 
 
 @pytest.mark.slow
-def test_a_learner_leaves_nothing_behind(tmp_path):
-    """Depth after depth in one process: what one leaves on a card, the next one does not have."""
+@pytest.mark.parametrize("stage, shape", [(2, "tiny"), (3, "tiny-moe")])
+def test_a_learner_leaves_nothing_behind(tmp_path, monkeypatch, stage, shape):
+    """Depth after depth in one process: what one leaves on a card, the next one does not have, and has weights of its own."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)
     workload = Workload(prompt=8, response=8, prompts=1, samples=2, update_samples=2)
     step_learner.one_rank_environment()
     flags = step_learner.recipe_flags(workload, tokens=32, samples=2, world=1)
-    directory = sync.write_config(str(tmp_path), "tiny", 1)
-    args = step_learner.resolve(directory, "w4a16", "cpu", flags, [])
-    learner = step_learner.StepLearner(args, sync.config_of("tiny", 1), "cpu")
+    directory = sync.write_config(str(tmp_path), shape, 1)
+    args = step_learner.resolve(directory, "w4a16", "cpu", flags, ["--ds.zero_stage", str(stage)])
+    learner = step_learner.StepLearner(args, sync.config_of(shape, 1), "cpu")
+    torch.use_deterministic_algorithms(False)
+    for name, parameter in learner.trainer.actor.network.named_parameters():
+        weights = getattr(parameter, "ds_tensor", parameter)  # one rank: its shard is all of it
+        assert weights.isfinite().all() and (weights.dim() == 0 or "norm" in name or 0.01 < weights.float().std() < 0.05), name
     figures = learner.measure(8, [8, 8, 8, 8], repeats=1, profile=True)
     assert figures["tokens"] == 64 and figures["runs"][0][OLD] > 0
     profile = {row["name"]: row for row in figures["profile"]}
     assert profile["aten::mm"]["calls"] > 10 and profile["aten::mm"]["ms"] > 0
     assert [row["ms"] for row in figures["profile"]] == sorted((row["ms"] for row in figures["profile"]), reverse=True)
-    held = [weakref.ref(p) for p in learner.trainer.actor.network.parameters()]
+    kept = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.numel() >= 2**17]
+    assert len(kept) >= 8
+    held = [weakref.ref(tensor) for tensor in kept]
+    del kept, parameter, weights
     learner.close()
     gc.collect()
-    assert not any(ref() is not None for ref in held)
+    assert not [ref().shape for ref in held if ref() is not None and ref().numel()]

@@ -157,7 +157,7 @@ def test_wrong_environment_is_refused(env, message):
     [
         ("qwen3_8b", ["--dry_run_gpu_gb", "48", "--actor.logprob_chunk", "0"], "lower logits"),
         ("qwen3_8b", ["--ds.zero_stage", "2"], "needs about"),
-        ("qwen3_30b_a3b", ["--actor.logprob_chunk", "0"], "--quant.cache none"),
+        ("qwen3_30b_a3b", ["--actor.logprob_chunk", "0", "--dry_run_gpu_gb", "64"], "--quant.cache none"),
         ("qwen3_8b", ["--vllm.gpu_memory_utilization", "0.1"], "no KV cache"),
         ("qwen3_8b", ["--vllm.gpu_memory_utilization", "0.97"], "lower KV cache"),
         ("qwen3_8b_1gpu", ["--dry_run_gpu_gb", "24"], "23.3 GiB of the card are usable"),
