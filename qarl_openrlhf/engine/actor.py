@@ -1,42 +1,45 @@
 """OpenRLHF's rollout actor with low-bit weights that are published to it, proven, and only then sampled from."""
 
-from qarl_openrlhf.patches import torch_cuda
+import asyncio
+import os
+import pickle
+from collections.abc import Awaitable
+from copy import deepcopy
 
-torch_cuda.apply()  # and no other patch: they import DeepSpeed and OpenRLHF's models, half of what an engine took to import
+from qarl_openrlhf.imports import uncollected
 
-import asyncio  # noqa: E402
-import os  # noqa: E402
-import pickle  # noqa: E402
-from collections.abc import Awaitable  # noqa: E402
-from copy import deepcopy  # noqa: E402
+with uncollected():
+    from qarl_openrlhf.patches import torch_cuda
 
-import ray  # noqa: E402
-import torch  # noqa: E402
-from openrlhf.trainer.ray.vllm_engine import RolloutRayActor  # noqa: E402
-from torch import Tensor  # noqa: E402
-from vllm import SamplingParams  # noqa: E402
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest  # noqa: E402
-from vllm.inputs import TokensPrompt  # noqa: E402
-from vllm.outputs import RequestOutput  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
-from vllm.utils import random_uuid  # noqa: E402
-from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
+    torch_cuda.apply()  # and no other patch: they import DeepSpeed and OpenRLHF's models, a fifth of what an engine took to import
 
-from qarl_openrlhf.engine import plugin  # noqa: E402
-from qarl_openrlhf.engine.admission import Admission  # noqa: E402
-from qarl_openrlhf.engine.clean_up import CleanUp  # noqa: E402
-from qarl_openrlhf.engine.config import engine_overrides  # noqa: E402
-from qarl_openrlhf.engine.liveness import fail_when_dead  # noqa: E402
-from qarl_openrlhf.engine.response_text import ended_by_token, response_text  # noqa: E402
-from qarl_openrlhf.engine.shared_tokenizer import fetch  # noqa: E402
-from qarl_openrlhf.engine.stops import as_tokens  # noqa: E402
-from qarl_openrlhf.engine.start_error import started, why_dead  # noqa: E402
-from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState  # noqa: E402
-from qarl_openrlhf.engine.strict_rewards import StrictSingleTurnExecutor  # noqa: E402
-from qarl_openrlhf.engine.token_versions import TokenVersions, along  # noqa: E402
-from qarl_openrlhf.quant import QuantScheme  # noqa: E402
-from qarl_openrlhf.runtime import cuda_device_count, free_port, resolve_device  # noqa: E402
-from qarl_openrlhf.sync.errors import SyncError  # noqa: E402
+    import ray
+    import torch
+    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+    from torch import Tensor
+    from vllm import SamplingParams
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+    from vllm.inputs import TokensPrompt
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.utils import random_uuid
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from qarl_openrlhf.engine import plugin
+    from qarl_openrlhf.engine.admission import Admission
+    from qarl_openrlhf.engine.clean_up import CleanUp
+    from qarl_openrlhf.engine.config import engine_overrides
+    from qarl_openrlhf.engine.liveness import fail_when_dead
+    from qarl_openrlhf.engine.response_text import ended_by_token, response_text
+    from qarl_openrlhf.engine.shared_tokenizer import fetch
+    from qarl_openrlhf.engine.stops import as_tokens
+    from qarl_openrlhf.engine.start_error import started, why_dead
+    from qarl_openrlhf.engine.state import EngineNotReady, Weights, WeightState
+    from qarl_openrlhf.engine.strict_rewards import StrictSingleTurnExecutor
+    from qarl_openrlhf.engine.token_versions import TokenVersions, along
+    from qarl_openrlhf.quant import QuantScheme
+    from qarl_openrlhf.runtime import cuda_device_count, free_port, resolve_device
+    from qarl_openrlhf.sync.errors import SyncError
 
 
 # OpenRLHF's class as it was before ``@ray.remote``. Ray's own modification of it would pass its identity on: Ray would take

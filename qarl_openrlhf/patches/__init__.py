@@ -6,6 +6,7 @@ starts. ``apply()`` is idempotent and is called when ``qarl_openrlhf.actors`` is
 same ones. An engine's process (``qarl_openrlhf.engine.actor``) has those of ``torch_cuda`` and, by the plugin, of ``vllm`` alone.
 """
 
+from qarl_openrlhf.imports import uncollected
 from qarl_openrlhf.patches.versions import PatchError, require_version
 
 __all__ = ["PatchError", "apply", "require_version"]
@@ -18,10 +19,11 @@ def apply() -> None:
     global _applied
     if _applied:
         return
-    from qarl_openrlhf.patches import deepspeed, flash_attn, openrlhf, torch_cuda
+    with uncollected():
+        from qarl_openrlhf.patches import deepspeed, flash_attn, openrlhf, torch_cuda
 
-    torch_cuda.apply()
-    deepspeed.apply()
-    flash_attn.apply()
-    openrlhf.apply()
+        torch_cuda.apply()
+        deepspeed.apply()
+        flash_attn.apply()
+        openrlhf.apply()
     _applied = True

@@ -1,6 +1,6 @@
 """The whole system on tiny random models: Ray, OpenRLHF's loop, DeepSpeed, a real vLLM engine, packed pushes.
 
-Six runs of two steps, two of them in the long matrix. With three arms and three ZeRO stages a full pairwise cover needs nine; these six cover every pair except
+Six runs of two steps, three of them in the long matrix. With three arms and three ZeRO stages a full pairwise cover needs nine; these six cover every pair except
 (bf16, 2), (rollout, 1) and (qarl with w8a8, 1).
 """
 
@@ -32,8 +32,8 @@ RUNS = {
 }
 
 
-# A quantized rollout alone goes through tests/e2e/test_ablation.py, too.
-LONG = ("llama-w8a8-rollout-tbpo-zero2-apart", "qwen2-w4a16-rollout-grpo-zero3-colocated")
+# A quantized rollout alone and BF16 go through tests/e2e/test_ablation.py, too.
+LONG = ("llama-w8a8-rollout-tbpo-zero2-apart", "qwen2-w4a16-rollout-grpo-zero3-colocated", "qwen3-bf16-openrlhf-zero1-apart")
 LOGGED = "llama-w4a16-tbpo-zero1-apart"  # also writes to wandb (offline) and tensorboard
 
 

@@ -20,7 +20,7 @@ def test_the_kernels_under_the_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     # Two halves side by side: the interpreter uses one core.
-    halves = ("weight_kernels", "gemm_kernels"), ("activation_kernels", "digest_kernel", "moe_kernels", "token_log_probs")
+    halves = ("moe_kernels", "activation_kernels"), ("weight_kernels", "gemm_kernels", "token_log_probs", "digest_kernel")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider"]
     runs = [
         subprocess.Popen(
