@@ -4,15 +4,15 @@
 #   bash benchmarks/gpu/learning.sh [GROUP ...]
 #   main        BF16, quantized rollout only and QaRL W4A16, each with TBPO and with GRPO+TIS; the first seed. The other seeds: BF16
 #               with GRPO+TIS, quantized rollout only with both, QaRL with TBPO
-#   objectives  QaRL W4A16 with the other six objectives; seed 0
-#   schemes     fp8, w8a8 and w4a8 with TBPO; seed 0
+#   objectives  QaRL W4A16 with the other six objectives; the first seed
+#   schemes     fp8, w8a8 and w4a8 (QARL_LEARNING_SCHEMES) with TBPO; the first seed
 #   policy      only the policy that all of them start from
 # Stopped or out of time, the same command goes on from the last checkpoints. Tables and pictures: runs/learning/summary.md
 # Many runs on one GPU are faster under CUDA MPS (nvidia-cuda-mps-control -d): fourteen took 10 to 11 s a step on an H200, and some 6.5 GB of main memory each.
 # env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on each GPU of CUDA_VISIBLE_DEVICES)
 #      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
 #      QARL_LEARNING_PROMPTS=16 (a step; 16 responses each, eight updates)  QARL_LEARNING_ARMS=tbpo,grpo_tis (of main)
-#      QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
+#      QARL_LEARNING_SCHEMES=fp8,w8a8,w4a8 (of schemes)  QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
 #      QARL_LEARNING_BASE=runs/inputs/SmolLM2-135M-Instruct (its group: QARL_LEARNING_GROUP=64)  QARL_LEARNING_BOTH=1 (small_qwen3 --both)
 #      QARL_LEARNING_OWN=1 (two policies: BF16 and 8-bit arms start from one taught in BF16, 4-bit arms from one taught through its 4-bit weights)
 #      QARL_LEARNING_START=0.3 (share solved at which a policy is taught enough)  QARL_LEARNING_SLIPS (share of the partial
@@ -26,7 +26,7 @@ seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL
 terms=${QARL_LEARNING_TERMS:-16} start=${QARL_LEARNING_START:-0.3} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
 lr=${QARL_LEARNING_LR:-2e-5} band=${QARL_LEARNING_BAND:-16} runs=${QARL_LEARNING_DIR:-$root/runs/learning}
 base=${QARL_LEARNING_BASE:-} group=${QARL_LEARNING_GROUP:-128} prompts=${QARL_LEARNING_PROMPTS:-16} both=${QARL_LEARNING_BOTH:-1} arms=${QARL_LEARNING_ARMS:-tbpo,grpo_tis}
-own=${QARL_LEARNING_OWN:-0}
+own=${QARL_LEARNING_OWN:-0} schemes=${QARL_LEARNING_SCHEMES:-fp8,w8a8,w4a8}
 [[ $runs == /* ]] || runs=$PWD/$runs
 [[ -z $base || $base == /* ]] || base=$PWD/$base
 for name in SECONDS JOBS STEPS TERMS PROMPTS; do
@@ -37,6 +37,7 @@ slips=${QARL_LEARNING_SLIPS:-$(awk "BEGIN { printf \"%.3f\", 1 - 0.5 ^ (1 / ($te
 need QARL_LEARNING_BOTH "$both" "$count" "a whole number of steps, 1 or more"
 need QARL_LEARNING_OWN "$own" "0|1" "0 or 1"
 need QARL_LEARNING_GROUP "$group" "32|64|128" "32, 64 or 128"
+need QARL_LEARNING_SCHEMES "$schemes" "[a-z0-9:]+(,[a-z0-9:]+)*" "schemes with commas between them, e.g. fp8,w4a16:g32"
 need QARL_LEARNING_SEEDS "$seeds" "[0-9]+(,[0-9]+)*" "whole numbers with commas between them, e.g. 0,1"
 need QARL_LEARNING_DEVICE "$device" "cuda|cpu" "cuda or cpu"
 read -r -a more <<<"${QARL_LEARNING_FLAGS:-}"
@@ -98,8 +99,8 @@ plan() {
                     done
                 done
                 ;;
-            objectives) for arm in gspo mis_gspo dual_clip sapo positive_grpo onpolicy_grpo; do echo "0 $w4a16 $arm"; done ;;
-            schemes) for scheme in fp8 w8a8 w4a8; do echo "0 $scheme tbpo"; done ;;
+            objectives) for arm in gspo mis_gspo dual_clip sapo positive_grpo onpolicy_grpo; do echo "${seeds%%,*} $w4a16 $arm"; done ;;
+            schemes) for scheme in ${schemes//,/ }; do echo "${seeds%%,*} $scheme tbpo"; done ;;
         esac
     done
 }

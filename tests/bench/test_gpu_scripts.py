@@ -79,6 +79,12 @@ def test_every_run_of_the_learning_groups_has_flags_that_exist():
         host.parser.parse_args(shared)
 
 
+def test_schemes_and_the_seed_of_the_smaller_groups_are_named():
+    found = commands("learning", "schemes", QARL_LEARNING_SCHEMES="fp8,w4a16:g32:rollout", QARL_LEARNING_SEEDS="1,2")[1:]
+    args = [ablate_objectives._parser().parse_known_args(words)[0] for _, _, words in found]
+    assert [(a.schemes, a.seeds, a.arms) for a in args] == [(["fp8"], [1], ["tbpo"]), (["w4a16:g32:rollout"], [1], ["tbpo"])]
+
+
 @pytest.mark.parametrize("own", ["0", "1"])
 def test_arms_start_from_the_policy_of_their_form(tmp_path, own):
     """A program that writes down its arguments in place of Python: whole, with its jobs on two GPUs."""
@@ -111,6 +117,7 @@ def test_arms_start_from_the_policy_of_their_form(tmp_path, own):
         ("step", ["9b"], {}, "there is no piece 9b: there are 1.5b 7b 8b 30b-a3b"),
         ("transports", ["nvlink"], {}, "there is no piece nvlink"),
         ("learning", [], {"QARL_LEARNING_JOBS": "two"}, "QARL_LEARNING_JOBS=two: use a whole number"),
+        ("learning", [], {"QARL_LEARNING_SCHEMES": "fp8 w8a8"}, "use schemes with commas between them"),
         ("step", [], {"QARL_STEP_PARTS": "engines"}, "there is no piece engines"),
     ],
 )
