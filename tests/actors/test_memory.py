@@ -16,9 +16,10 @@ from .conftest import learner_args
 
 # Of the estimate: what a CPU rank without an engine does not have at these moments, or only in passing.
 NOT_HERE = (
-    "CUDA context", "activations", "logits", "sync buffers", "gathered parameters", "one layer", "gradients in FP32", "whole matrices",
+    "CUDA context", "activations", "inputs of the layers", "logits", "sync buffers", "gathered", "one layer", "gradients in FP32",
+    "gradients that have just been made", "whole matrices",
 )  # fmt: skip
-PHASES = {"accumulating": "forward and backward", "step": "optimizer step", "published": "publish"}
+PHASES = {"accumulating": "layers", "step": "layers", "published": "publish"}  # of the step itself: before its gradients are in FP32
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +41,7 @@ def announced(model: str, case: tuple, world: int, moment: str) -> int:
     learner = estimate(args, shape)[0]
     bucket = case[0] == 3 or (case[0] == 1 and moment == "accumulating")
     absent = NOT_HERE if bucket else (*NOT_HERE, "reduce bucket")
+    absent = (*absent, "gradients of the other ranks") if moment == "step" else absent
     here = [part for part in learner.parts if not part.name.startswith(absent)]
     # A CPU without BF16 products multiplies a float32 copy of the dequantized weights.
     wider = 2 * shape.quantized if case[1] == "dequant" and not cpu_multiplies_bf16() else 0

@@ -208,7 +208,7 @@ def test_a_plan_for_another_card_prints_its_bounds(capsys):
     words = ["--dry_run", "--shape", "8b", "--card", "H100", "--card_gb", "80", "--tokens", "8192", "--schemes", "bf16", "fp8"]
     assert bench_step.main(words) == 0
     shown = capsys.readouterr().out
-    assert "3, 6, 9 of 36 layers" in shown and "least the card allows" in shown and "- (" in shown
+    assert "3, 6, 10 of 36 layers" in shown and "least the card allows" in shown and "- (" in shown
 
 
 # ---- result files --------------------------------------------------------------------------------------------------------
