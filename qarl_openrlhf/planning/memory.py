@@ -33,7 +33,7 @@ SHARE = "--vllm.gpu_memory_utilization"
 # With checkpointing, a micro-batch's logits are gone before the backward computes the first layer anew: what only one of them needs
 # is never beside what only the other does.
 PHASES = ("rollout", "logits", "layers", "optimizer step", "publish")
-AT_WORK = 1.1  # activations and gradients of the layer at work, times those that its forward makes; 1.0 and 1.1 in traces of 30B-A3B
+AT_WORK = 1.1  # activations and gradients of the layer at work, times those that its forward makes; 1.0 and 1.1 in benchmarks/results/allocations_*
 _DECODER_LAYER = re.compile(r".*?\blayers\.\d+\.")
 USABLE = 0.97  # of a card's memory: the driver's share, and what the allocator cannot give out in one piece
 
@@ -215,7 +215,7 @@ def _learner(args, shape: ModelShape, phases: list[str]) -> Estimate:
         Part("BF16 parameters", int(2 * (p / copies if stage == 3 else p)), tuple(phases), zero3),
         Part("master weights (FP32)", 0 if offload else int(4 * share), states, fewer),
         Part(f"optimizer state{' (8 bits)' if eight else ''}", 0 if offload else int(moments), states, fewer),
-        Part("gradients in FP32 for the step", 0 if offload else _stepped(args, shape), (step,), fewer),
+        Part("gradients for the step", 0 if offload else _stepped(args, shape), (step,), fewer),
     ]
     if args.actor.optim == "muon":
         size = peak_bytes(shape.stacks, shape.matrices, copies if stage else 1)

@@ -16,7 +16,7 @@ from .conftest import learner_args
 
 # Of the estimate: what a CPU rank without an engine does not have at these moments, or only in passing.
 NOT_HERE = (
-    "CUDA context", "activations", "inputs of the layers", "logits", "sync buffers", "gathered", "one layer", "gradients in FP32",
+    "CUDA context", "activations", "inputs of the layers", "logits", "sync buffers", "gathered", "one layer", "gradients for the step",
     "gradients that have just been made", "whole matrices",
 )  # fmt: skip
 PHASES = {"accumulating": "layers", "step": "layers", "published": "publish"}  # of the step itself: before its gradients are in FP32
