@@ -3,13 +3,14 @@
     python benchmarks/allocations.py OUT --shape 30b-a3b --only learner --schemes w4a16 --layers 1,2,3 ...
     torchrun --nproc-per-node 2 benchmarks/allocations.py OUT ... --ds.zero_stage 3
 
-The flags are bench_step's. Writes OUT.RANK.txt: for the step of the optimizer, backward and the rest, the moment at which most was
+The flags are bench_step's, its times and file are not kept: recording slows it. Writes OUT.RANK.txt: for the step of the optimizer, backward and the rest, the moment at which most was
 allocated, and the code that had allocated it. Frees are recorded without their stacks: asking for a stack while an exception is under way,
 such as that by which a checkpoint ends its recomputation early, loses the exception.
 """
 
 import os
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -76,10 +77,10 @@ def main() -> int:
     out, device = sys.argv[1], int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(device)
     torch.cuda.memory._record_memory_history(context="alloc", max_entries=3_000_000, stacks="python")
-    try:
-        return bench_step.main(sys.argv[2:])
-    finally:
-        Path(f"{out}.{device}.txt").write_text(report(torch.cuda.memory._snapshot()["device_traces"][device]), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as scratch:  # beside a file of other settings bench_step would end, beside its own measure nothing
+        status = bench_step.main([*sys.argv[2:], "--out", scratch])
+    Path(f"{out}.{device}.txt").write_text(report(torch.cuda.memory._snapshot()["device_traces"][device]), encoding="utf-8")
+    return status
 
 
 if __name__ == "__main__":

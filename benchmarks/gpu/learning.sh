@@ -6,13 +6,14 @@
 #               with GRPO+TIS, quantized rollout only with both, QaRL with TBPO
 #   objectives  QaRL W4A16 with the other six objectives; the first seed
 #   schemes     fp8, w8a8 and w4a8 (QARL_LEARNING_SCHEMES) with TBPO; the first seed
+#   grid        every scheme of QARL_LEARNING_SCHEMES with every objective of QARL_LEARNING_ARMS, every seed
 #   policy      only the policy that all of them start from
 # Stopped or out of time, the same command goes on from the last checkpoints. Tables and pictures: runs/learning/summary.md
 # Many runs on one GPU are faster under CUDA MPS (nvidia-cuda-mps-control -d): fourteen took 10 to 11 s a step on an H200, and some 6.5 GB of main memory each.
 # env: QARL_LEARNING_SECONDS=590 (limit of this call)  QARL_LEARNING_JOBS=3 (runs side by side on each GPU of CUDA_VISIBLE_DEVICES)
 #      QARL_LEARNING_STEPS=60  QARL_LEARNING_LR=2e-5  QARL_LEARNING_TERMS=16 (length of a problem, about 12 tokens a term)
-#      QARL_LEARNING_PROMPTS=16 (a step; 16 responses each, eight updates)  QARL_LEARNING_ARMS=tbpo,grpo_tis (of main)
-#      QARL_LEARNING_SCHEMES=fp8,w8a8,w4a8 (of schemes)  QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
+#      QARL_LEARNING_PROMPTS=16 (a step; 16 responses each, eight updates)  QARL_LEARNING_ARMS=tbpo,grpo_tis (of main and grid)
+#      QARL_LEARNING_SCHEMES=fp8,w8a8,w4a8 (of schemes and grid)  QARL_LEARNING_SEEDS=0,1,2  QARL_LEARNING_BAND=16 (--objective.band_scale)  QARL_LEARNING_DIR=runs/learning
 #      QARL_LEARNING_BASE=runs/inputs/SmolLM2-135M-Instruct (its group: QARL_LEARNING_GROUP=64)  QARL_LEARNING_BOTH=1 (small_qwen3 --both)
 #      QARL_LEARNING_OWN=1 (two policies: BF16 and 8-bit arms start from one taught in BF16, 4-bit arms from one taught through its 4-bit weights)
 #      QARL_LEARNING_START=0.3 (share solved at which a policy is taught enough)  QARL_LEARNING_SLIPS (share of the partial
@@ -20,7 +21,7 @@
 #      QARL_LEARNING_FLAGS="--actor.optim adam" (more flags, every run)  QARL_LEARNING_DEVICE=cuda (cpu: to try the commands)
 set -uo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
-known "main objectives schemes policy" "$@"
+known "main objectives schemes grid policy" "$@"
 [ $# -gt 0 ] || set -- main objectives schemes
 seconds=${QARL_LEARNING_SECONDS:-590} jobs=${QARL_LEARNING_JOBS:-3} steps=${QARL_LEARNING_STEPS:-60}
 terms=${QARL_LEARNING_TERMS:-16} start=${QARL_LEARNING_START:-0.3} seeds=${QARL_LEARNING_SEEDS:-0,1,2} device=${QARL_LEARNING_DEVICE:-cuda}
@@ -100,6 +101,13 @@ plan() {
                 done
                 ;;
             objectives) for arm in gspo mis_gspo dual_clip sapo positive_grpo onpolicy_grpo; do echo "${seeds%%,*} $w4a16 $arm"; done ;;
+            grid)
+                for seed in ${seeds//,/ }; do
+                    for arm in ${arms//,/ }; do
+                        for scheme in ${schemes//,/ }; do echo "$seed $scheme $arm"; done
+                    done
+                done
+                ;;
             schemes) for scheme in ${schemes//,/ }; do echo "${seeds%%,*} $scheme tbpo"; done ;;
         esac
     done

@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 GIB = 2**30
 
 
@@ -10,10 +12,37 @@ def frame(name: str, filename: str = "qarl_openrlhf/kernels/a.py") -> dict:
     return {"name": name, "filename": filename, "line": 7}
 
 
-def test_each_phase_is_taken_at_its_own_peak():
+@pytest.fixture
+def module():
     path = Path(__file__).parents[2] / "benchmarks" / "allocations.py"
     spec = importlib.util.spec_from_file_location("allocations", path)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def test_what_bench_step_measured_before_is_not_in_its_way(module, tmp_path, monkeypatch):
+    """Its result file of other settings ends it, one of the same settings leaves it nothing to run: it gets a directory of its own."""
+    given = []
+
+    def bench_step(argv: list[str]) -> int:
+        directory = Path(argv[argv.index("--out") + 1])
+        given.append(argv)
+        assert list(directory.iterdir()) == []
+        return 0
+
+    trace = [{"action": "alloc", "addr": 1, "size": GIB, "frames": [frame("weights")]}]
+    monkeypatch.setattr(module.bench_step, "main", bench_step)
+    monkeypatch.setattr(module.torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(module.torch.cuda.memory, "_record_memory_history", lambda **kwargs: None)
+    monkeypatch.setattr(module.torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[], trace]})
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(module.sys, "argv", ["allocations.py", str(tmp_path / "record"), "--shape", "8b"])
+    assert module.main() == 0
+    assert given[0][:2] == ["--shape", "8b"]
+    assert (tmp_path / "record.1.txt").read_text().startswith("== other: 1.00 GiB")
+
+
+def test_each_phase_is_taken_at_its_own_peak(module):
     trace = [
         {"action": "alloc", "addr": 1, "size": 4 * GIB, "frames": [frame("weights")]},
         {"action": "alloc", "addr": 2, "size": GIB, "frames": [frame("logits"), frame("backward")]},
