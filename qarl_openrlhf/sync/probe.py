@@ -1,7 +1,8 @@
 """The last check of a publish: do engine and learner give the same text the same log-probabilities?
 
 Checksums prove that the bytes arrived; the probe proves that the engine computes with them. A stale lm_head or a skipped
-layer moves the mean |delta logp| of a sentence by tenths to nats, rounding moves it by hundredths.
+layer moves the mean |delta logp| of a sentence by tenths to nats, rounding moves it by hundredths, or by tenths where activations
+have 8 bits too.
 """
 
 import time

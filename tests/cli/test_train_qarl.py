@@ -284,3 +284,14 @@ def test_heads_that_the_cpu_engine_does_not_know(base, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         train_qarl.main([*base, "--actor.model_name_or_path", small, "--data.max_len", "64", "--rollout.max_new_tokens", "8", "--dry_run"])
     assert stopped.value.code == 2 and "has heads of size 16: vLLM's attention on a CPU knows 32, 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "scheme, typed, tolerance", [("w4a16", [], 0.3), ("bf16", [], 0.3), ("w8a8", [], 1.0), ("w8a8:rollout", [], 1.0), ("w8a8", ["0.2"], 0.2)]
+)
+def test_a_probe_allows_for_what_8_bit_activations_do(base, scheme, typed, tolerance):
+    """At 0.3, sound w8a8 and fp8 runs of SmolLM2 on a card were ended by their probe, most of them in their first three publishes."""
+    flags = [word for value in typed for word in ("--sync.probe_tol", value)]
+    args, notes, _ = train_qarl.resolve([*base, "--quant.scheme", scheme, "--dry_run", *flags])
+    assert args.sync.probe_tol == tolerance
+    assert any("--sync.probe_tol 1.0: " in note for note in notes) == (tolerance == 1.0)
