@@ -22,6 +22,7 @@ from qarl_openrlhf.metrics.kernels import KernelReport
 from qarl_openrlhf.metrics.start_policy import MAX_RESPONSES, SHARE, StartPolicy
 from qarl_openrlhf.objectives import band_warning, build_objective, metrics_from_sums
 from qarl_openrlhf.quant.convert import published_tensors
+from qarl_openrlhf.quant.ungathered import ungathered
 from qarl_openrlhf.sync.gather import TimedGather
 from qarl_openrlhf.sync.probe import LogprobProbe
 
@@ -93,8 +94,9 @@ class QarlActorTrainer(ActorPPOTrainer):
             return {}
         sums = Sums()
         self.diagnostics.begin(getattr(self.actor_loss_fn, "objective", None))
-        for batch in batches:
-            self._set_old_log_probs(batch, sums)
+        with torch.no_grad(), ungathered(self.actor.model, self.actor.network):
+            for batch in batches:
+                self._set_old_log_probs(batch, sums)
         old_log_probs_s = time.perf_counter() - started
 
         started = time.perf_counter()
@@ -157,7 +159,6 @@ class QarlActorTrainer(ActorPPOTrainer):
             batches = batches[:whole]
         return batches
 
-    @torch.no_grad()
     def _set_old_log_probs(self, batch: Experience, sums: Sums) -> None:
         self.actor.train()
         batch.action_log_probs = self._log_probs(batch)

@@ -12,6 +12,7 @@ import ray
 import torch
 
 from qarl_openrlhf.quant.linear import quantized_forward
+from qarl_openrlhf.quant.ungathered import ungathered
 from qarl_openrlhf.sync.routing import recorded_experts, topk_agreement
 
 TEXT = "The sum of 7 and 5 is 12. A train that leaves at noon and travels for two hours arrives at 2 o'clock in the afternoon."
@@ -82,6 +83,6 @@ class LogprobProbe:
     def learner_log_probs(self, actor) -> torch.Tensor:
         """float32 [len(ids) - 1]: log p(ids[t+1] | ids[:t+1]) of the quantized weights, also in a ``:rollout`` arm."""
         ids = torch.tensor([self.ids], device=actor.network.device)
-        with quantized_forward(actor.network):
+        with quantized_forward(actor.network), ungathered(actor.model, actor.network):
             logits = actor.model(ids, attention_mask=torch.ones_like(ids))["logits"][0, :-1].float()
         return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0].cpu()

@@ -76,6 +76,20 @@ def test_zero3_parameters_were_partitioned_and_a_hit_did_not_need_them(runs):
     assert runs["zero3"]["gone"]
 
 
+def assert_only_what_is_read_was_gathered(run: dict, layers: int):
+    (held, nothing, away), (plain, whole, none_away) = run["without"][True], run["without"][False]
+    assert nothing == {0} and away == layers
+    assert 0 not in whole and none_away == 0
+    assert len(held) == 4 and all(torch.equal(a, b) for a, b in zip(held, plain, strict=True))
+    there, away = run["stale"]
+    assert 0 not in there and away == 0  # the weights have moved: they are gathered, to be quantized
+
+
+def test_a_pass_without_gradients_gathers_no_weight_that_is_packed(runs, kind):
+    """Four passes each: in the third and fourth, DeepSpeed fetches ahead. What is trained after them is that of the other stages, above."""
+    assert_only_what_is_read_was_gathered(runs["zero3"], LAYERS[kind])
+
+
 def test_a_thousand_updates_of_1e_6_change_codes(results):
     small = results["small updates"]
     assert small["lost_in_bf16"] > 0.9 and small["one"] == 0  # a BF16 master weight would never move
@@ -95,6 +109,8 @@ def test_two_ranks_publish_the_same_bytes(two_ranks, kind):
         assert first[stage]["calls"] == second[stage]["calls"] == [layers, layers, 2 * layers, 2 * layers]
         assert_same_bytes(first[stage]["published"], second[stage]["published"])
         assert first[stage]["losses"][:2] != second[stage]["losses"][:2]  # different data
+    for rank in (first, second):
+        assert_only_what_is_read_was_gathered(rank["zero3"], layers)
     for stage in ("zero2", "zero3"):
         # The stages sum two ranks' gradients in different orders, so BF16 weights may differ by a last bit.
         assert_almost_the_same_codes(first["zero1"]["published"], first[stage]["published"])

@@ -1,10 +1,13 @@
 """Trains a tiny quantized Qwen2 and Qwen3-MoE under real DeepSpeed ZeRO-1, 2 and 3 and saves what the tests check."""
 
+from contextlib import nullcontext
+
 import deepspeed
 import torch
 from qarl_openrlhf.patches import deepspeed as deepspeed_patch
 from qarl_openrlhf.quant import QuantScheme, count_changed_codes
 from qarl_openrlhf.quant.convert import convert_model, published_tensors, quantized_layers
+from qarl_openrlhf.quant.ungathered import ungathered
 from tests.tiny_models import tiny, tiny_moe
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -56,6 +59,24 @@ def run_step(engine, batches) -> list[float]:
     return losses
 
 
+def passes_without_gradients(engine, batches, held: bool) -> tuple[list[torch.Tensor], set[int], int]:
+    """Logits of each batch, how many values of the quantized weights were there in the forwards, and how many stayed away."""
+    network, there = engine.module, set()
+    layers = quantized_layers(network).values()
+    hooks = [
+        layer.module.register_forward_hook(lambda module, *_, layer=layer: there.add(layer.weight.numel()))
+        if hasattr(layer, "module")
+        else layer.register_forward_hook(lambda module, *_: there.add(module.weight.numel()))
+        for layer in layers
+    ]
+    with torch.no_grad(), ungathered(engine, network) if held else nullcontext(0) as away:
+        logits = [engine(input_ids=ids, use_cache=False).logits.clone() for ids in batches]
+    for hook in hooks:
+        hook.remove()
+    assert [name for name, _ in network.named_parameters()] == network.names_before
+    return logits, there, away
+
+
 def train(kind: str, stage: int, rank: int, world: int, reentrant: bool) -> dict:
     ds_config = config(stage, world, lr=1e-3, accumulate=2)
     model = build(kind, stage, ds_config)
@@ -75,8 +96,14 @@ def train(kind: str, stage: int, rank: int, world: int, reentrant: bool) -> dict
     before = publish()
     packed_before = model.quant_cache.packed_weights()
     out["calls"].append(stats.quantize_calls)
+    if stage == 3:
+        model.names_before = [name for name, _ in model.named_parameters()]
+        four = [*batches, *batches]  # DeepSpeed records an order in its second pass and fetches ahead by it from the third on
+        out["without"] = {held: passes_without_gradients(engine, four, held) for held in (True, False)}
     out["losses"] = run_step(engine, batches)
     out["calls"].append(stats.quantize_calls)
+    if stage == 3:  # nothing is packed now
+        out["stale"] = passes_without_gradients(engine, batches[:1], True)[1:]
     after = publish()
     out["calls"].append(stats.quantize_calls)
     if stage == 3:  # a hit needs no gather, and the parameters are away
