@@ -48,7 +48,7 @@ EVIDENCE = [  # the first that matches
     (r"cli\.doctor", ["tests/doctor/test_doctor.py::test_command_line"]),
     (r"cli\.report --tokens", ["tests/report/test_tokens_html.py"]),
     (r"cli\.train_qarl ", ["tests/e2e/test_loop.py::test_two_steps"]),
-    (r"cli\.ablate_objectives ", ["tests/e2e/test_ablation.py::test_two_schemes_two_steps"]),
+    (r"cli\.ablate_objectives ", ["tests/e2e/test_ablation.py::test_two_steps"]),
     (r"cli\.bench_step ", ["benchmarks/results/step_8b_h200.json", "benchmarks/results/step_30b-a3b_h200.json"]),
     (r"cli\.bench_kernels ", ["benchmarks/results/kernels_layer_h200.json"]),
     (r"benchmarks/gpu/kernels\.sh", ["benchmarks/results/kernels_layer_h100.json"]),

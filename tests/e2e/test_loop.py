@@ -32,7 +32,7 @@ RUNS = {
 }
 
 
-# A quantized rollout alone and BF16 go through tests/e2e/test_ablation.py, too.
+# BF16 goes through tests/e2e/test_ablation.py, too, and in the long matrix a quantized rollout alone.
 LONG = ("llama-w8a8-rollout-tbpo-zero2-apart", "qwen2-w4a16-rollout-grpo-zero3-colocated", "qwen3-bf16-openrlhf-zero1-apart")
 LOGGED = "llama-w4a16-tbpo-zero1-apart"  # also writes to wandb (offline) and tensorboard
 
