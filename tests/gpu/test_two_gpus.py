@@ -15,9 +15,9 @@ TWO = {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2}
 ACROSS = {"vllm.tensor_parallel_size": 2}
 PARALLEL_EXPERTS = {"vllm.engine_args": '{"kv_cache_memory_bytes": 268435456, "enable_expert_parallel": true}'}
 RUNS = {
-    "zero2-two-engines": {"quant.scheme": "w4a16", "vllm.num_engines": 2, **TWO},
+    "zero2-two-engines": {"quant.scheme": "w4a16", "vllm.num_engines": 2, "ds.overlap_comm": True, **TWO},
     "zero3-two-engines-packed": {
-        "quant.scheme": "fp8", "vllm.num_engines": 2, "ds.zero_stage": 3, "ds.packing_samples": True, **TWO,
+        "quant.scheme": "fp8", "vllm.num_engines": 2, "ds.zero_stage": 3, "ds.packing_samples": True, "ds.overlap_comm": True, **TWO,
     },
     "zero3-tensor-parallel": {"quant.scheme": "w4a16", "ds.zero_stage": 3, **TWO, **ACROSS},
     "zero3-muon-average": {
