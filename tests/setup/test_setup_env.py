@@ -96,9 +96,21 @@ def test_life_of_an_environment(tree):
     assert "is an environment of the other kind and whole: name another place for the cuda one (QARL_VENV=.venv-cuda)" in other.stderr
     assert run(tree).stderr == f"setup_env: {venv} is ready (cpu)\n"
 
-    # A changed setup.py reinstalls this package alone; a changed lock builds anew.
+    # Another checkout with the same locks takes it over; one with other locks does not.
     marker = venv / "kept"
     marker.touch()
+    again = tree.with_name("again")
+    shutil.copytree(tree, again, ignore=shutil.ignore_patterns(".venv*"))
+    taken = run(again, env={"QARL_VENV": str(venv)})
+    assert taken.returncode == 0 and f"has been of {tree}, from now on it is of {again}" in taken.stderr and marker.exists()
+    assert run(again, env={"QARL_VENV": str(venv)}).stderr == f"setup_env: {venv} is ready (cpu)\n"
+    (tree / "requirements" / "cpu.txt").write_text("# others\n")
+    refused = run(tree)
+    assert refused.returncode == 1 and f"is whole and of {again}, which has other locks than {tree}" in refused.stderr and marker.exists()
+    (tree / "requirements" / "cpu.txt").write_text("")
+    assert run(tree).returncode == 0 and marker.exists()
+
+    # A changed setup.py reinstalls this package alone; a changed lock builds anew.
     (tree / "setup.py").write_text("# changed\n")
     assert "installing" not in run(tree).stderr and marker.exists()
     (tree / "requirements" / "cpu.txt").write_text("# changed\n")
