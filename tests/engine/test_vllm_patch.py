@@ -1,5 +1,8 @@
 """The CPU sampler draws from the right distribution, is the one vLLM uses, and is what makes sampling cheap."""
 
+import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,6 +12,7 @@ from vllm.v1.sample.ops import topk_topp_sampler
 
 from qarl_openrlhf.patches import PatchError
 from qarl_openrlhf.patches import vllm as patch
+from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="mends vLLM's CPU sampler")
 
@@ -82,6 +86,36 @@ def test_it_is_worth_it(monkeypatch):
         return time.process_time() - started
 
     assert seconds(patch.sample) < seconds(vllms) / 3
+
+
+SEEDED = """
+import json, sys
+from qarl_openrlhf.cli.ending import own_process
+from qarl_openrlhf.engine.offline import open_engine
+
+def main():
+    from vllm import SamplingParams
+    options = {"max_num_batched_tokens": int(sys.argv[2]), "max_num_seqs": 8, "enable_prefix_caching": False, "dtype": "float32"}
+    llm, _ = open_engine(sys.argv[1], max_model_len=160, options=options)
+    prompts = [{"prompt_token_ids": [7 + (i * j) % 100 for j in range(110 + i)]} for i in range(6)]
+    params = [SamplingParams(n=2, max_tokens=6, ignore_eos=True, seed=10 * i) for i in range(6)]
+    print(json.dumps([[list(s.token_ids) for s in o.outputs] for o in llm.generate(prompts, params, use_tqdm=False)]))
+
+own_process(main)
+"""
+
+
+@pytest.mark.slow
+def test_a_seed_gives_the_same_however_prompts_are_cut(tmp_path):
+    """A batch of 48 tokens cuts every prompt in three, 100 cuts them across requests; 2,048 cuts none."""
+    model = save_tiny_model(tmp_path / "model", "qwen3", hidden=128)
+    found = []
+    for batch in (2048, 100, 48):
+        done = subprocess.run([sys.executable, "-c", SEEDED, model, str(batch)], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert found[0] == found[1] == found[2]
+    assert len({tuple(tokens) for samples in found[0] for tokens in samples}) == 12  # k samples of a seed differ, too
 
 
 def test_other_versions_are_refused(monkeypatch):
