@@ -135,9 +135,12 @@ def join_summary(out: Path, scores: dict[str, dict]) -> dict:
 def weights(args, scratch: Path) -> tuple[str, str]:
     """(directory that vLLM can load, scheme string), exported to `scratch` where needed."""
     from qarl_openrlhf.engine.offline import scheme_of
+    from qarl_openrlhf.quant import finite
     from qarl_openrlhf.quant.export_directory import bf16_directory, export_directory, load_learner
 
     directory = bf16_directory(args.source, scratch / "bf16", model=args.model, tag=args.tag)
+    if directory == args.source:  # what is exported here is checked there
+        finite.require_in_files(directory)
     if args.scheme is None:
         return directory, str(scheme_of(directory))
     scheme = QuantScheme.parse(args.scheme.removesuffix(":rollout"))

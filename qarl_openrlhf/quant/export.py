@@ -12,7 +12,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qarl_openrlhf.quant import expert_names
+from qarl_openrlhf.quant import expert_names, finite
 from qarl_openrlhf.quant.convert import published_tensors
 from qarl_openrlhf.quant.replace import MARKER, check_target, put_in_place
 from qarl_openrlhf.quant.scheme import QuantScheme
@@ -34,11 +34,12 @@ def export_checkpoint(
     source: a converted model, or its :func:`published_tensors`. config: the model's Hugging Face config (not changed).
     generation_config: of a model that is given as its tensors.
     Everything is written to a directory beside ``out_dir`` that then takes its place, so a crash leaves no half-written one.
-    QuantError if something other than an earlier export is there.
+    QuantError if something other than an earlier export is there, and for a tensor with NaN or infinities.
     """
     target = check_target(out_dir)
     model = source if isinstance(source, nn.Module) else None
     tensors = dict(expert_names.to_checkpoint(published_tensors(model, scheme) if model is not None else source))
+    finite.require(tensors.items())
     config = copy.deepcopy(config)
     if model is not None:
         config.architectures = [type(model).__name__]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qarl_openrlhf.cli import export
+from qarl_openrlhf.cli import evaluate, export
 from tests.tiny_models import save_tiny_model
 
 
@@ -42,6 +42,10 @@ def edit_weights(source: Path, change):
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
 
 
+def spoil_tensor(source: Path, name: str, value: float):
+    edit_weights(source, lambda tensors: tensors[name].view(-1)[-1].fill_(value))
+
+
 def cut(source):
     path = source / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -66,6 +70,36 @@ def test_a_broken_source(source, tmp_path, spoil, message):
     spoil(source)
     assert re.search(message, refused(source, "--out", tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+SPOILED = {
+    "model.norm.weight": float("nan"),
+    "model.embed_tokens.weight": float("inf"),
+    "model.layers.0.self_attn.q_proj.bias": float("-inf"),
+    "model.layers.1.mlp.down_proj.weight": float("nan"),
+}
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
+@pytest.mark.parametrize("name", SPOILED)
+def test_nan_and_infinity_are_refused_in_every_kind_of_tensor(source, tmp_path, name, scheme):
+    spoil_tensor(source, name, SPOILED[name])
+    message = refused(source, "--out", tmp_path / "out", "--scheme", scheme)
+    assert name.removesuffix(".weight") in message and re.search("NaN or infinite", message)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_evaluation_refuses_them_too_and_names_the_file(source, tmp_path):
+    (tmp_path / "sums.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    words = [str(source), "--out", str(tmp_path / "out"), "--tasks", str(tmp_path / "sums.jsonl"), "--max_tokens", "8"]
+    for name, value in SPOILED.items():
+        spoil_tensor(source, name, value)
+        for scheme in ([], ["--scheme", "w8a8"]):
+            with pytest.raises(SystemExit) as error:
+                evaluate.main([*words, *scheme])
+            assert re.fullmatch(rf"evaluate: {source}/model.safetensors: {name}: 1 of \d+ values are NaN or infinite: .*", str(error.value))
+        assert not (tmp_path / "out").exists()
+        spoil_tensor(source, name, 0.0)
 
 
 def test_broken_deepspeed_files(base, tmp_path):

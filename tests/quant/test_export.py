@@ -7,7 +7,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
-from qarl_openrlhf.quant import QuantScheme, dequantize_weight
+from qarl_openrlhf.quant import QuantError, QuantScheme, dequantize_weight, finite
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.export import INDEX_NAME, export_checkpoint
 from qarl_openrlhf.quant.linear import QuantLinear
@@ -77,6 +77,18 @@ def test_large_models_are_sharded(tmp_path):
     assert set(index) == set(published) and len(set(index.values())) > 1
     tensors = read(tmp_path / "out")
     assert all(torch.equal(tensors[name], published[name]) for name in published)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_are_found_in_every_dtype(dtype, value):
+    values = torch.ones(3, 5).to(dtype)
+    finite.require([("good", values), ("codes", torch.full((2,), 7)), ("empty", torch.empty(0))])
+    if torch.isfinite(torch.tensor(value).to(dtype).float()):
+        return  # E4M3 has no infinity
+    values[1, 2] = value
+    with pytest.raises(QuantError, match="model: bad: 1 of 15 values are NaN or infinite"):
+        finite.require([("good", torch.ones(2)), ("bad", values)], "model: ")
 
 
 def test_an_export_is_whole_or_absent(tmp_path):
