@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import asdict, dataclass
 
 from qarl_openrlhf.data.math_rows import problem_and_label
+from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.data.sources import CODE, EVAL, load_rows, place_of
 
 # Samples an item where --k is not given: small sets need many for a steady average. Ours; the paper does not print its k.
@@ -50,12 +51,17 @@ class Settings:
 
 def load_items(argument: str, limit: int | None = None) -> list[Item]:
     """Items of 'NAME', 'FILE' or 'NAME=FILE'; a set with LiveCodeBench's columns gives `CodeItem`s. DataError names the flag,
-    the file and the row."""
+    the file and the row: also for a benchmark's name before rows of the other kind, whose score would bear that name."""
     from qarl_openrlhf.evaluation.code_items import code_items, is_code
 
     name, rows = load_rows(argument, EVAL | CODE, "--tasks")
-    if is_code(rows):
+    place, code = place_of(argument, EVAL | CODE), is_code(rows)
+    if code and name in EVAL:
+        raise DataError(f"--tasks {argument}: {name} is a mathematics set, and {place} has LiveCodeBench's columns: write livecodebench={place}")
+    if rows and not code and name in CODE:
+        there = ", ".join(map(str, rows[0]))
+        raise DataError(f"--tasks {argument}: {place}, row 1 has no public_test_cases, as {name} has (its columns are {there}): write own={place}")
+    if code:
         return code_items(name, rows[:limit])
-    place = place_of(argument, EVAL)
     pairs = [problem_and_label(row, f"{place}, row {number}") for number, row in enumerate(rows[:limit], 1)]
     return [Item(name, index, problem, label) for index, (problem, label) in enumerate(pairs)]

@@ -14,6 +14,7 @@ import pytest
 
 from qarl_openrlhf.cli import evaluate
 from qarl_openrlhf.data.reasoning_gym import DataError
+from qarl_openrlhf.data.sources import EVAL
 from qarl_openrlhf.evaluation import sandbox
 from qarl_openrlhf.evaluation.code_items import CodeItem, find_program, same_output, same_value
 from qarl_openrlhf.evaluation.grade import CodeGrader
@@ -62,6 +63,18 @@ def test_rows_become_items(made):
     assert [(test.input, test.output) for test in stdin.read_tests()] == [("1\n", "2"), ("41\n", "42\n"), ("-1", "0")]
     assert stdin.label.startswith("made_1: 1 public tests") and stdin.label != function.label
     assert [item.index for item in load_items(made, 1)] == [0]
+
+
+def test_a_benchmark_s_name_wants_its_kind_of_rows(tmp_path, made):
+    sums = tmp_path / "sums.jsonl"
+    sums.write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    with pytest.raises(DataError, match=f"{sums}, row 1 has no public_test_cases.*columns are problem, answer.*write own={sums}"):
+        load_items(f"livecodebench={sums}")
+    for name in EVAL:
+        with pytest.raises(DataError, match=f"--tasks {name}={made}: {name} is a mathematics set.*write livecodebench={made}"):
+            load_items(f"{name}={made}")
+        assert load_items(f"{name}={sums}")[0].label == "2"
+    assert isinstance(load_items(f"livecodebench={made}")[0], CodeItem) and isinstance(load_items(made)[0], CodeItem)
 
 
 def test_from_the_hub_all_files_of_it(monkeypatch, made):
