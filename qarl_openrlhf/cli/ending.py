@@ -46,10 +46,28 @@ class SignalEnding:
         for number, handler in self.before.items():
             signal.signal(number, signal.SIG_DFL if self.received or handler is None else handler)
         if self.received and kind:
-            word = "terminated" if self.received == signal.SIGTERM else "interrupted"
             sys.stdout.flush()
-            print(f"{self.command}: {word} ({self.received.name}){self.advice()}", file=sys.stderr, flush=True)
+            print(f"{_line(self.command, self.received)}{self.advice()}", file=sys.stderr, flush=True)
             raise SystemExit(128 + self.received) from None
+
+
+def end_at_signals(command: str) -> None:
+    """Until a :class:`SignalEnding` takes over, SIGTERM and SIGINT end the process at once, with its line and status.
+
+    For the imports of a module that is run: they take seconds, hold nothing, and turn a KeyboardInterrupt into errors of their own.
+    """
+
+    def end(number: int, frame) -> NoReturn:
+        os.write(2, f"{_line(command, signal.Signals(number))}\n".encode())
+        os._exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+
+
+def _line(command: str, received: signal.Signals) -> str:
+    return f"{command}: {'terminated' if received == signal.SIGTERM else 'interrupted'} ({received.name})"
 
 
 def own_process(main: Callable[[], None]) -> NoReturn:

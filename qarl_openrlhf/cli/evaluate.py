@@ -7,19 +7,23 @@ first. Samples k responses an item at temperature 0.6; a run that was stopped go
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from qarl_openrlhf.cli.ending import end_at_signals
+
+    end_at_signals("evaluate")
+
 import argparse
 import hashlib
 import json
 import os
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 
-from qarl_openrlhf.cli.ending import own_process
+from qarl_openrlhf.cli.ending import SignalEnding, own_process
 from qarl_openrlhf.cli.prepare_data import TEMPLATE, template_of
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.data.files import made_directory, why_unwritable
+from qarl_openrlhf.data.files import made_directory, scratch_directory, why_unwritable
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.data.sources import CODE, EVAL, on_hub
 from qarl_openrlhf.engine.offline import ENGINES
@@ -111,8 +115,8 @@ def run(args) -> dict:
     with ExitStack() as stack:
         out = stack.enter_context(made_directory(args.out))
         stack.enter_context(records.unclaimed_without_samples(out))
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=".weights-", dir=out))
-        directory, scheme = weights(args, Path(scratch))
+        scratch = stack.enter_context(scratch_directory(out, ".weights-"))
+        directory, scheme = weights(args, scratch)
         choice = engine_choice(args, directory, own=not theirs)
         settings = claim_settings(args, directory, scheme, choice, own=not theirs)
         if theirs:
@@ -227,11 +231,18 @@ def sampled(args, directory: str, settings: Settings, tasks: list, choice: dict)
 
 
 def main(argv: list[str] | None = None) -> None:
+    with SignalEnding("evaluate") as ending:
+        _main(argv, ending)
+
+
+def _main(argv: list[str] | None, ending: SignalEnding) -> None:
     args = make_parser().parse_args(argv)
     try:
         if args.table:
             print(table.markdown(table.read_runs(args.table)))
             return
+        if args.out:
+            ending.advice = lambda: ": the same command goes on where it was" if any(Path(args.out).glob("*.jsonl")) else ""
         summary = run(args)
     except (DataError, QuantError, ConfigError) as error:
         raise SystemExit(f"evaluate: {error}") from None

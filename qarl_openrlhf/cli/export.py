@@ -7,16 +7,20 @@ compared with the learner's, byte for byte; --verify also compares log-probs wit
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from qarl_openrlhf.cli.ending import end_at_signals
+
+    end_at_signals("export")
+
 import argparse
 import math
-import tempfile
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from qarl_openrlhf.cli.ending import own_process
+from qarl_openrlhf.cli.ending import SignalEnding, own_process
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.data.files import why_unwritable
+from qarl_openrlhf.data.files import scratch_directory, why_unwritable
 from qarl_openrlhf.engine.offline import ENGINES, choose_engine, open_engine
 from qarl_openrlhf.patches.vllm_cpu import serve_command
 from qarl_openrlhf.preflight import hub
@@ -67,8 +71,8 @@ def check(args) -> QuantScheme:
 
 def run(args) -> None:
     scheme = check(args)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=_beside(args.out)) as scratch:
-        source = bf16_directory(args.source, Path(scratch) / "bf16", model=args.model, tag=args.tag)
+    with scratch_directory(_beside(args.out), ".export-") as scratch:
+        source = bf16_directory(args.source, scratch / "bf16", model=args.model, tag=args.tag)
         model, report = load_learner(source, scheme, skip=tuple(args.skip), tp=args.tp)
         print(report.table())
         count = export_directory(model, source, args.out, scheme)
@@ -104,6 +108,11 @@ def verify(args, model) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    with SignalEnding("export"):
+        _main(argv)
+
+
+def _main(argv: list[str] | None) -> None:
     args = make_parser().parse_args(argv)
     try:
         run(args)

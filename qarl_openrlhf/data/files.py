@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -64,6 +66,49 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
         os.rename(part, path)  # replaces an empty directory, refuses one with files
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def scratch_directory(parent: str | os.PathLike, prefix: str) -> Iterator[Path]:
+    """A directory in `parent` that is removed when the block ends; first those go that killed processes left under this prefix.
+
+    Its process holds a lock on it, which the system gives back however the process ends.
+    """
+    for left in Path(parent).glob(f"{glob.escape(prefix)}*"):
+        if re.fullmatch(r"[a-z0-9_]{8}", left.name.removeprefix(prefix)) and left.is_dir():  # as mkdtemp names them
+            with suppress(OSError):
+                _remove_if_left(left)
+    made, lock = None, -1
+    try:
+        while made is None:
+            made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            lock = os.open(made, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():  # another process took it for a left one before it was locked
+                os.close(lock)
+                made, lock = None, -1
+        yield made
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _remove_if_left(directory: Path) -> None:
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # a file system without locks
+            if time.time() - directory.stat().st_mtime < LEFT_S:
+                return
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(opened)
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 import copy
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from qarl_openrlhf.data.files import scratch_directory
 from qarl_openrlhf.quant import expert_names, finite
 from qarl_openrlhf.quant.convert import published_tensors
 from qarl_openrlhf.quant.replace import MARKER, check_target, put_in_place
@@ -47,9 +46,8 @@ def export_checkpoint(
         config.quantization_config = scheme.quantization_config(unquantized_linears(tensors))
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    written = tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent)
-    try:
-        os.chmod(written, 0o755)
+    with scratch_directory(target.parent, f".{target.name}.export-") as written:
+        written.chmod(0o755)
         _write_tensors(tensors, written, max_shard_size)
         config.save_pretrained(written)
         if generation_config := getattr(model, "generation_config", generation_config):
@@ -58,8 +56,6 @@ def export_checkpoint(
             tokenizer.save_pretrained(written)
         Path(written, MARKER).write_text(f"{scheme}\n", encoding="utf-8")
         put_in_place(written, target)
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
 
 
 def unquantized_linears(names_and_tensors: dict[str, Tensor]) -> list[str]:

@@ -49,7 +49,7 @@ def check_target(target: str | os.PathLike, sources: tuple[str, ...] = ()) -> Pa
     return path
 
 
-def put_in_place(new: str, target: Path) -> None:
+def put_in_place(new: str | os.PathLike, target: Path) -> None:
     """Move directory ``new`` to ``target``; an older export there is removed only once the new one is in place."""
     check_target(target)  # again: writing took a while
     if target.exists():

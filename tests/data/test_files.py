@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qarl_openrlhf.data.files import atomic_directory, atomic_file
+from qarl_openrlhf.data.files import atomic_directory, atomic_file, scratch_directory
 
 SIZE = 200_000
 WRITE = """
@@ -71,3 +71,32 @@ def test_what_a_killed_writer_left_goes_after_a_day(tmp_path):
     with atomic_file(tmp_path / "a.json") as part:
         part.write_text("{}")
     assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, other.name, "a.json"]
+
+
+HOLD = """
+import sys
+from qarl_openrlhf.data.files import scratch_directory
+with scratch_directory(sys.argv[1], ".weights-") as made:
+    print(made.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_scratch_that_a_killed_process_left_is_removed_and_no_other(tmp_path):
+    users = [tmp_path / ".weights-of-mine", tmp_path / ".weights-", tmp_path / "weights-abcdefgh"]
+    for path in users:
+        path.mkdir()
+    (tmp_path / ".weights-12345678").write_text("a file")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    killed, alive = (subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], **pipes) for _ in range(2))
+    names = {process: process.stdout.readline().strip() for process in (killed, alive)}
+    killed.kill()
+    killed.wait()
+    before = set(tmp_path.iterdir())
+    assert {tmp_path / name for name in names.values()} < before
+    with pytest.raises(KeyError), scratch_directory(tmp_path, ".weights-") as made:
+        (made / "model").mkdir()
+        assert set(tmp_path.iterdir()) == before - {tmp_path / names[killed]} | {made}
+        raise KeyError
+    alive.communicate("")
+    assert set(tmp_path.iterdir()) == before - {tmp_path / name for name in names.values()}
