@@ -103,9 +103,9 @@ def run(args) -> dict:
     remote += harness.on_hub(theirs) if theirs else [w for task in args.tasks for w in on_hub(task, EVAL | CODE, "--tasks")]
     hub.settle_names(remote, models.values())
     tasks = [] if theirs else [load_items(task, args.limit) for task in args.tasks]
-    names = [items[0].task for items in tasks if items]
-    if len(set(names)) < len(tasks):
-        raise DataError("--tasks: two sets have one name, or one is empty; write NAME=FILE")
+    names = [items[0].task for items in tasks]
+    if twice := [argument for argument, name in zip(args.tasks, names, strict=False) if names.count(name) > 1]:
+        raise DataError(f"--tasks {' '.join(twice)}: two sets have one name, and with it one file of samples; write NAME=FILE")
     if programs := [item for items in tasks for item in items if isinstance(item, CodeItem)]:
         sandbox.require()
         for item in programs:  # a broken one is named now, and not after its programs are sampled
@@ -130,7 +130,7 @@ def run(args) -> dict:
 def join_summary(out: Path, scores: dict[str, dict]) -> dict:
     """Write summary.json: scores that are there, and these."""
     path = out / "summary.json"
-    scores = (json.loads(path.read_text(encoding="utf-8"))["tasks"] if path.is_file() else {}) | scores
+    scores = (records.read_summary(path) if path.is_file() else {}) | scores
     summary = {"tasks": scores, "average": fmean(figure(each)[1] for each in scores.values())}
     records.write_json(path, summary)
     return summary

@@ -55,10 +55,12 @@ def load_items(argument: str, limit: int | None = None) -> list[Item]:
     from qarl_openrlhf.evaluation.code_items import code_items, is_code
 
     name, rows = load_rows(argument, EVAL | CODE, "--tasks")
+    if not rows:
+        raise DataError(f"--tasks {argument}: {place_of(argument, EVAL | CODE)} is empty, and a task needs one row or more")
     place, code = place_of(argument, EVAL | CODE), is_code(rows)
     if code and name in EVAL:
         raise DataError(f"--tasks {argument}: {name} is a mathematics set, and {place} has LiveCodeBench's columns: write livecodebench={place}")
-    if rows and not code and name in CODE:
+    if not code and name in CODE:
         there = ", ".join(map(str, rows[0]))
         raise DataError(f"--tasks {argument}: {place}, row 1 has no public_test_cases, as {name} has (its columns are {there}): write own={place}")
     if code:

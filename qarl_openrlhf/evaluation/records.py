@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from qarl_openrlhf.data.files import atomic_file
 from qarl_openrlhf.data.lines import append_lines, read_objects
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.evaluation.items import Item, Settings
+from qarl_openrlhf.evaluation.scores import figure
 
 
 @contextmanager
@@ -35,11 +37,35 @@ def claim(directory: Path, settings: Settings, names: tuple[str, ...] | None = N
     """Write settings.json, or find the same there; DataError names what differs. names: of those that count (default: all)."""
     path = directory / "settings.json"
     now = {name: value for name, value in settings.to_dict().items() if names is None or name in names}
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    before = _read_json(path, "remove --out, or choose another directory") if path.is_file() else {}
     changed = [f"{key} {before[key]!r}, now {now[key]!r}" for key in now if key in before and before[key] != now[key]]
     if changed:
         raise DataError(f"--out {directory} holds samples made otherwise ({'; '.join(changed)}): choose another directory")
     write_json(path, before | now)
+
+
+def read_summary(path: Path) -> dict[str, dict]:
+    """{task: scores} of a summary.json; DataError for anything else."""
+    remedy = "remove it: the same evaluate command writes it anew from the samples"
+    tasks = _read_json(path, remedy).get("tasks")
+    try:
+        if tasks and all(math.isfinite(figure(scores)[1]) for scores in tasks.values()):
+            return tasks
+    except (AttributeError, KeyError, TypeError):  # what is no object, or lacks a score or has one that is no number
+        pass
+    raise DataError(f"{path} holds no scores of tasks, as evaluate writes them: {remedy}")
+
+
+def _read_json(path: Path, remedy: str) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # no JSON, no UTF-8
+        raise DataError(f"{path} is broken ({error}): {remedy}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is broken (no JSON object, but a {type(content).__name__}): {remedy}")
+    return content
 
 
 def write_json(path: Path, content: dict) -> None:

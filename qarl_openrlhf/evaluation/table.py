@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import fmean, stdev
 
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.data.sources import EVAL
+from qarl_openrlhf.evaluation.records import read_summary
 from qarl_openrlhf.evaluation.scores import figure
 
 
@@ -19,7 +19,7 @@ def read_runs(arguments: list[str]) -> dict[str, list[dict[str, float]]]:
         summary = Path(path) / "summary.json"
         if not summary.is_file():
             raise DataError(f"--table {argument}: {summary} is not there; evaluate writes it when all tasks are done")
-        tasks = json.loads(summary.read_text(encoding="utf-8"))["tasks"]
+        tasks = read_summary(summary)
         runs.setdefault(name or Path(path).name, []).append(dict(_column(task, scores) for task, scores in tasks.items()))
     return runs
 

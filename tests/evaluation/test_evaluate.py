@@ -183,6 +183,37 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path, made):
             assert sorted(tmp_path.rglob("*")) == before, (out, arguments)
 
 
+@pytest.mark.parametrize("ending, content", [("jsonl", ""), ("jsonl", "\n\n"), ("json", "[]")])
+def test_an_empty_set_is_named(tmp_path, ending, content):
+    path = tmp_path / f"empty.{ending}"
+    path.write_text(content)
+    for argument in (str(path), f"own={path}", f"math500={path}", f"livecodebench={path}"):
+        with pytest.raises(SystemExit, match=f"evaluate: --tasks {argument}: {path} is empty"):
+            evaluate.main([".", "--out", str(tmp_path / "out"), "--tasks", argument])
+
+
+NO_JSON = [b"{", b"", b"\xff{}", b"[]", b"7", b"null"]
+NO_SCORES = ["{}", '{"tasks": {}}', '{"tasks": []}', '{"tasks": {"a": 1}}', '{"tasks": {"a": {}}}', '{"tasks": {"a": {"avg": "x"}}}']
+NO_SCORES += ['{"tasks": {"a": {"avg": NaN}}}', '{"tasks": {"a": {"headline": "pass", "k": 4, "pass": {}}}}']
+
+
+@pytest.mark.parametrize("content", [*NO_JSON, *map(str.encode, NO_SCORES)])
+def test_a_broken_summary_is_named(tmp_path, content):
+    (tmp_path / "summary.json").write_bytes(content)
+    with pytest.raises(SystemExit, match=f"evaluate: {tmp_path}/summary.json (is broken|holds no scores).*: remove it") as error:
+        evaluate.main(["--table", f"a={tmp_path}"])
+    assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match=f"{tmp_path}/summary.json "):
+        evaluate.join_summary(tmp_path, {"sums": {"avg": 0.5}})
+
+
+@pytest.mark.parametrize("content", NO_JSON)
+def test_broken_settings_are_named(tmp_path, content):
+    (tmp_path / "settings.json").write_bytes(content)
+    with pytest.raises(DataError, match=f"{tmp_path}/settings.json is broken .*another directory"):
+        claim(tmp_path, SETTINGS)
+
+
 def test_lengths(tmp_path):
     model = save_tiny_model(tmp_path / "model", "llama")
     parse = evaluate.make_parser().parse_args
