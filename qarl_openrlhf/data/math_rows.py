@@ -27,7 +27,18 @@ def problem_and_label(row: dict, where: str) -> tuple[str, str]:
     if problem is None or label is None:
         missing, wanted = ("problem", PROBLEM_COLUMNS) if problem is None else ("label", LABEL_COLUMNS)
         raise DataError(f"{where} has no {missing}: none of {', '.join(wanted)} is filled; its columns are {', '.join(row)}")
+    require_text(problem, f"{where}: the problem")
+    require_text(label, f"{where}: the label")
     return problem, label
+
+
+def require_text(text: str, what: str) -> None:
+    r"""DataError for half of a surrogate pair, which JSON can write ("\ud800") and no tokenizer or file takes."""
+    try:
+        text.isascii() or text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(f"{what} has {code} at character {error.start + 1}, half of a surrogate pair, which is no text: replace it") from None
 
 
 def _problem(value) -> str:

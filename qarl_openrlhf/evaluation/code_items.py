@@ -18,6 +18,7 @@ import zlib
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
+from qarl_openrlhf.data.math_rows import require_text
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.evaluation.items import Item
 
@@ -76,17 +77,18 @@ def is_code(rows: list[dict]) -> bool:
     return bool(rows) and "public_test_cases" in rows[0]
 
 
-def code_items(name: str, rows: list[dict]) -> list[CodeItem]:
-    """DataError names the set, the row and the column."""
-    return [_item(name, index, row) for index, row in enumerate(rows)]
+def code_items(name: str, rows: list[dict], place: str) -> list[CodeItem]:
+    """place: where the rows are from. DataError names it, the row and the column."""
+    return [_item(name, index, row, f"{place}, row {index + 1}") for index, row in enumerate(rows)]
 
 
-def _item(name: str, index: int, row: dict) -> CodeItem:
-    where = f"{name}, row {index + 1}"
+def _item(name: str, index: int, row: dict, where: str) -> CodeItem:
     if missing := [column for column in COLUMNS if not isinstance(row.get(column), str) or not row[column]]:
         raise DataError(
             f"{where} has no text in {', '.join(missing)}; LiveCodeBench's columns are {', '.join(COLUMNS)}, metadata"
         )
+    for column in (*COLUMNS, "starter_code"):
+        require_text(row.get(column) or "", f"{where}: {column}")
     public = decode_tests(row["public_test_cases"], f"{where}, public_test_cases")
     try:
         function = json.loads(row.get("metadata") or "{}").get("func_name")
@@ -112,7 +114,10 @@ def decode_tests(text: str, where: str) -> list[Test]:
     try:
         if not text.lstrip().startswith("["):
             text = _StringOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
-        return [Test(row["input"], row["output"]) for row in json.loads(text)]
+        tests = [Test(row["input"], row["output"]) for row in json.loads(text)]
+        for part in (part for test in tests for part in (test.input, test.output)):
+            require_text(part, where)
+        return tests
     except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise DataError(
             f"{where}: no tests as LiveCodeBench writes them ({type(error).__name__}: {str(error)[:100]})"

@@ -64,6 +64,6 @@ def load_items(argument: str, limit: int | None = None) -> list[Item]:
         there = ", ".join(map(str, rows[0]))
         raise DataError(f"--tasks {argument}: {place}, row 1 has no public_test_cases, as {name} has (its columns are {there}): write own={place}")
     if code:
-        return code_items(name, rows[:limit])
+        return code_items(name, rows[:limit], place)
     pairs = [problem_and_label(row, f"{place}, row {number}") for number, row in enumerate(rows[:limit], 1)]
     return [Item(name, index, problem, label) for index, (problem, label) in enumerate(pairs)]

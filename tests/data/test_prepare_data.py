@@ -104,6 +104,8 @@ def test_openrlhf_reads_the_columns(tmp_path, files):
     [
         ([{"text": "?", "answer": "1"}], "rows.jsonl, row 1 has no problem.*its columns are text, answer"),
         ([{"problem": "?", "answer": "1"}, {"problem": "?", "solution": "no box"}], "rows.jsonl, row 2 has no label"),
+        ([{"problem": "1 + \ud800?", "answer": "1"}], r"rows.jsonl, row 1: the problem has \\ud800 at character 5"),
+        ([{"problem": "?", "answer": "\udc00"}], r"rows.jsonl, row 1: the label has \\udc00 at character 1"),
         ([], "rows.jsonl has no rows"),
     ],
 )

@@ -192,6 +192,18 @@ def test_an_empty_set_is_named(tmp_path, ending, content):
             evaluate.main([".", "--out", str(tmp_path / "out"), "--tasks", argument])
 
 
+@pytest.mark.parametrize("row", [{"problem": "1 \ud800 1", "answer": "2"}, {"problem": "1 + 1", "answer": "2 \udfff"}])
+def test_half_a_surrogate_pair_is_named(tmp_path, row):
+    """JSON can write one; a pair is a character as any other."""
+    for ending in ("jsonl", "json"):
+        path, good = tmp_path / f"set.{ending}", {"problem": "1 + 1 \U0001f600", "answer": "2"}
+        path.write_text(json.dumps(good) + "\n" + json.dumps(row) if ending == "jsonl" else json.dumps([good, row]))
+        with pytest.raises(SystemExit, match=rf"evaluate: {path}, row 2: the (problem|label) has \\ud\w+ at character 3, half of") as error:
+            evaluate.main([".", "--out", str(tmp_path / "out"), "--tasks", str(path)])
+        assert str(error.value).isascii() and "\n" not in str(error.value)
+        assert load_items(str(path), 1)[0].problem == good["problem"]
+
+
 NO_JSON = [b"{", b"", b"\xff{}", b"[]", b"7", b"null"]
 NO_SCORES = ["{}", '{"tasks": {}}', '{"tasks": []}', '{"tasks": {"a": 1}}', '{"tasks": {"a": {}}}', '{"tasks": {"a": {"avg": "x"}}}']
 NO_SCORES += ['{"tasks": {"a": {"avg": NaN}}}', '{"tasks": {"a": {"headline": "pass", "k": 4, "pass": {}}}}']

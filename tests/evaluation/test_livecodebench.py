@@ -112,6 +112,12 @@ class Evil:
         ({"public_test_cases": '[{"input": "1"}]'}, "row 1, public_test_cases"),
         ({"question_content": None}, "no text in question_content"),
         ({"metadata": "[]"}, "metadata is no JSON object"),
+        ({"question_content": "Add \ud800."}, r"broken.jsonl, row 1: question_content has \\ud800 at character 5"),
+        ({"question_id": "\udfff"}, r"broken.jsonl, row 1: question_id has \\udfff at character 1"),
+        ({"starter_code": "\udc00"}, r"broken.jsonl, row 1: starter_code has \\udc00 at character 1"),
+        ({"private_test_cases": '[{"input": "\ud800", "output": ""}]'}, r"broken.jsonl, row 1: private_test_cases has \\ud800"),
+        ({"public_test_cases": '[{"input": "1", "output": "\\ud800"}]'}, r"broken.jsonl, row 1, public_test_cases.* has \\ud800"),
+        ({"public_test_cases": '[{"input": 1, "output": "1"}]'}, r"broken.jsonl, row 1, public_test_cases: no tests as"),
     ],
 )
 def test_broken_rows_are_named(tmp_path, monkeypatch, change, message):
