@@ -73,7 +73,9 @@ def run(args) -> None:
     scheme = check(args)
     with scratch_directory(_beside(args.out), ".export-") as scratch:
         source = bf16_directory(args.source, scratch / "bf16", model=args.model, tag=args.tag)
-        model, report = load_learner(source, scheme, skip=tuple(args.skip), tp=args.tp)
+        # The text that --verify samples takes a forward a token: dequantizing in each of them is most of its time on a CPU.
+        cache = "dequant" if args.verify else "packed"
+        model, report = load_learner(source, scheme, skip=tuple(args.skip), tp=args.tp, cache=cache)
         print(report.table())
         count = export_directory(model, source, args.out, scheme)
     print(f"{args.out}: {count} tensors, byte for byte the learner's")
@@ -97,8 +99,10 @@ def verify(args, model) -> None:
 
     tolerance = v.TOLERANCE if args.tolerance is None else args.tolerance
     length = min(v.LENGTH, model.config.get_text_config().max_position_embeddings - 1)
+    print(f"--verify: the learner samples {v.TEXTS} texts of {length} tokens", flush=True)
     ids = v.learner_text(model, length)
     mine = v.learner_log_probs(model, ids)
+    print("--verify: starting an engine for them", flush=True)
     llm, engine = open_engine(args.out, engine=args.engine, max_model_len=length + 1, tp=args.tp, options={"skip_tokenizer_init": True})
     comparison = v.compare(v.engine_log_probs(llm, ids), mine)
     name = {"vllm": "vLLM's own kernels", "qarl": "vLLM with our CPU method"}[engine]

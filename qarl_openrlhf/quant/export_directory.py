@@ -54,8 +54,10 @@ def bf16_directory(source: str, out: str | Path, *, model: str | None = None, ta
     return str(out)
 
 
-def load_learner(directory: str, scheme: QuantScheme, *, skip: tuple[str, ...] = (), tp: int = 1) -> tuple[nn.Module, ConversionReport]:
-    """The learner of a BF16 directory: the model that training would run, with its quantized forward."""
+def load_learner(
+    directory: str, scheme: QuantScheme, *, skip: tuple[str, ...] = (), tp: int = 1, cache: str = "packed"
+) -> tuple[nn.Module, ConversionReport]:
+    """The learner of a BF16 directory: the model that training would run, with its quantized forward. cache: see `convert_model`."""
     config = _config(directory)
     if getattr(config, "quantization_config", None):
         raise QuantError(f"{directory} is quantized already; an export starts from BF16 weights (quantizing twice changes the codes)")
@@ -64,7 +66,7 @@ def load_learner(directory: str, scheme: QuantScheme, *, skip: tuple[str, ...] =
     if unknown := [pattern for pattern in skip if not any(fnmatchcase(name, pattern) for name in names)]:
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         raise QuantError(f"--skip {unknown[0]} is no layer of {directory}; layers are called {linears[0]}, a pattern *.{linears[0].rpartition('.')[2]}")
-    return model, convert_model(model, scheme, skip=skip, tp=tp)
+    return model, convert_model(model, scheme, skip=skip, tp=tp, cache=cache)
 
 
 def export_directory(model: nn.Module, source: str, out: str | Path, scheme: QuantScheme) -> int:

@@ -170,3 +170,4 @@ def test_verify_in_vllm(tmp_path, scheme, engine):
     done = subprocess.run([*command, "--verify", "--engine", engine], capture_output=True, text=True, timeout=600, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-2000:]
     assert "508 tokens, |difference of log-probs|" in done.stdout
+    assert "--verify: the learner samples 4 texts" in done.stdout and "--verify: starting an engine" in done.stdout
