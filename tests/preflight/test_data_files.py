@@ -54,7 +54,7 @@ def test_rows_that_cannot_be_used(tmp_path, content, message):
     [
         ("missing.jsonl", "does not exist"), ("/no/such/set", "does not exist"), ("./set", "does not exist"), ("file.foo", "ending in .foo"),
         ("runs/inputs/math/train", "does not exist"), ("missing.txt", "does not exist"), ("a/b/c.json1", "does not exist"),
-        ("notreally.parquet", "not a parquet file"),
+        ("notreally.parquet", "not a parquet file that can be read"),
     ],
 )  # fmt: skip
 def test_files_that_are_not_there_or_not_read(tmp_path, monkeypatch, name, message):
@@ -185,3 +185,142 @@ def test_the_files_of_a_directory_are_checked(tmp_path):
         check_prompts(arguments(tmp_path))
     (tmp_path / "b.jsonl").write_bytes(GOOD)
     check_prompts(arguments(tmp_path))
+
+
+def loaded(kind: str, path, tmp_path) -> list[dict] | None:
+    """Its rows as OpenRLHF gets them; None where the loader refuses the file."""
+    from datasets import load_dataset
+
+    try:
+        return list(load_dataset(kind, data_files=str(path), cache_dir=str(tmp_path / "cache"), split="train"))
+    except Exception:  # several, none of them its own
+        return None
+
+
+@pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("a,1\nnull,2\n", "row 2: 'input' is None .*the loader takes a CSV cell that is empty or reads NA.*use .jsonl"),
+        ("NA,1\na,2\n", "row 1: 'input' is None"),
+        ('"",1\na,2\n', "row 1: 'input' is None"),
+        ("a,1\nb,\n", "row 2: 'label' is null.*use .jsonl"),
+        ("a,1\nb\n", "row 2: 'label' is null"),
+        ("1,1\n2,2\n", r"row 1: 'input' is 1 \(int\); a prompt must be a string .*a column of numbers for numbers"),
+        ("a,1\nb,2,3\n", "cannot be read after row 0: .*Expected 2 fields in line 3, saw 3"),
+        ("a,1,9\nb,2,3\n", "more cells than the header has names"),
+        ('"a,1\nb,2\n', "cannot be read after row 0: .*inside string"),
+        ("a,1\n" * 10_000 + "b,x\n", "cannot be read after row 10000: .*'x'"),
+        ("a,x\n" * 10_000 + "NA,x\n", "row 10001: 'input' is None"),
+        ("", "has no rows"),
+    ],
+)
+def test_rows_of_csv_that_cannot_be_used(tmp_path, flag, content, message):
+    """Every one of them ends a run: the loader refuses the file, or what it makes of it is no text, no label or no rows."""
+    path = tmp_path / "prompts.csv"
+    path.write_text("input,label\n" + content)
+    rows = loaded("csv", path, tmp_path)
+    assert not rows or any(type(row["input"]) is not str or row["label"] is None for row in rows) or "__index_level_0__" in rows[0]
+    refused(tmp_path, flag, path, message)
+
+
+def refused(tmp_path, flag: str, path, message: str, **data) -> None:
+    (tmp_path / "good.jsonl").write_bytes(GOOD * 5)
+    args = arguments(tmp_path / "good.jsonl", **data)
+    check_prompts(args)
+    group, name = flag.split(".")
+    setattr(getattr(args, group), name, str(path))
+    with pytest.raises(ConfigError, match=f"--{flag} {path}.*{message}"):
+        check_prompts(args)
+
+
+def test_csv_that_is_read_as_the_loader_reads_it(tmp_path):
+    for content in ("a,007\nb,4\n", "a,1\nb,4.5\n", "a,True\nb,False\n", '"a\nb",x\n"c, d",4\n', "a,1\n" * 10_000 + "b,2\n"):
+        path = tmp_path / "prompts.csv"
+        path.write_text("input,label\n" + content)
+        check_prompts(arguments(path))
+        assert loaded("csv", path, tmp_path)
+    path.write_text("input,label\n" + "a,1\n" * 3)
+    (tmp_path / "text.jsonl").write_bytes(GOOD)
+    with pytest.raises(ConfigError, match="'label' is int in .* and str in "):
+        check_prompts(arguments(f"{path},{tmp_path}/text.jsonl"))
+
+
+TURN = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
+@pytest.mark.parametrize(
+    "prompts, labels, message",
+    [
+        (["a", None], ["1", "2"], "row 2: 'input' is None"),
+        ([1, 2], ["1", "2"], "row 1: 'input' is 1 "),
+        (["a", ""], ["1", "2"], "row 2: 'input' is empty"),
+        ([["a"], ["b"]], ["1", "2"], r"row 1: 'input' is \['a'\]"),
+        ([TURN, TURN], ["1", "2"], "must be a string"),
+        ([b"a", b"b"], ["1", "2"], r"row 1: 'input' is b'a' \(bytes\)"),
+        (["a", "b"], ["1", None], "row 2: 'label' is null"),
+        (["a", "b"], [1, None], "row 2: 'label' is null"),
+        (["a", "b"], [None, None], "row 1: 'label' is null"),
+        (["a"] * 200_000 + [None], ["1"] * 200_001, "row 200001: 'input' is None"),
+        (["a", "b"], None, r"no column 'label' \(--data.label_key\)"),
+    ],
+)
+def test_rows_of_parquet_that_cannot_be_used(tmp_path, flag, prompts, labels, message):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "prompts.parquet"
+    parquet.write_table(pyarrow.table({"input": prompts} | ({} if labels is None else {"label": labels})), path)
+    refused(tmp_path, flag, path, message)
+
+
+def test_parquet_of_other_layouts(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "prompts.parquet"
+    text = pyarrow.array(["a", "b"])
+    for prompts in (text, text.dictionary_encode(), text.cast(pyarrow.large_string()), text.cast(pyarrow.string_view())):
+        parquet.write_table(pyarrow.table({"label": [1, 2], "input": prompts}), path)
+        assert [row["input"] for row in loaded("parquet", path, tmp_path)] == ["a", "b"]
+        check_prompts(arguments(path))
+    parquet.write_table(pyarrow.table({"input": [TURN, TURN], "label": ["1", "2"]}), path)
+    check_prompts(arguments(path, apply_chat_template=True))
+    parquet.write_table(pyarrow.table([text, text, text], names=["input", "label", "label"]), path)
+    with pytest.raises(ConfigError, match="column 'label' twice"):
+        check_prompts(arguments(path))
+    parquet.write_table(pyarrow.table({"input": ["a"] * 50_000, "label": ["1"] * 50_000}), path, compression="none", use_dictionary=False)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000] + b"\xff" * 1000 + whole[2000:])
+    with pytest.raises(ConfigError, match="not a parquet file that can be read"):
+        check_prompts(arguments(path))
+
+
+SURROGATE = "has .ud800, half of a surrogate pair, which is no character: remove it"
+
+
+@pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (GOOD + b'{"input": "\\ud800", "label": "2"}\n', f"line 2 {SURROGATE}"),
+        (GOOD + b'{"input": "a", "label": "\\uD800"}\n', f"line 2 {SURROGATE}"),
+        (b'{"input": "a", "label": "b", "other": [{"\\ud800": 1}]}\n', f"line 1 {SURROGATE}"),
+        (b"[" + GOOD + b', {"input": "a", "label": "\\ud800"}]', f"row 2 {SURROGATE}"),
+        (GOOD + b"[" * 100_000 + b"\n", "line 2 is nested too deeply"),
+        (b"[" * 100_000 + b"\n", "nested too deeply"),
+        (GOOD.replace(b'"2"', b"2") + b'{"input": "a", "label": NaN}\n', "line 2: 'label' is null"),
+    ],
+)
+def test_json_that_only_python_reads(tmp_path, flag, content, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    refused(tmp_path, flag, path, message)
+
+
+def test_whole_surrogate_pairs_are_characters(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"input": "\\ud83d\\ude00 \\\\ud800", "label": "2"}\n' * 2)
+    assert loaded("json", path, tmp_path)
+    check_prompts(arguments(path))
