@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from qarl_openrlhf.config import ConfigError
 
 LOCK = ".lock"
+DEEPEST = 200  # characters of the longest path below a run's directory, with some to spare: _actor/TAG/FILE
 
 
 def check_directories(args) -> None:
@@ -26,11 +27,24 @@ def check_directories(args) -> None:
         if not os.path.isdir(existing):
             raise ConfigError(f"--{flag} {path}: {existing} is not a directory: name another")
         try:
+            _try_names(existing, path)
+        except OSError as error:
+            raise ConfigError(f"--{flag} {path}: cannot be made in {existing} ({error.strerror}): name another directory") from None
+        try:
             # Permissions do not tell: a file system may be read-only or full.
             with tempfile.TemporaryDirectory(prefix=".qarl-", dir=existing):
                 pass
         except OSError as error:
             raise ConfigError(f"--{flag} {path}: cannot write to {existing} ({error.strerror}): name another directory") from None
+
+
+def _try_names(existing: str, path: str) -> None:
+    """OSError unless the file system has room for the names of ``path`` and of what a run puts there."""
+    missing = os.path.relpath(os.path.abspath(path), existing).split(os.sep)
+    # One name is only judged where its parent exists, the whole path anywhere.
+    for place in (*missing, os.path.join(*missing, *["x" * 50] * (DEEPEST // 50))):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(os.path.join(existing, place))
 
 
 def _written(args) -> dict[str, str]:

@@ -1,17 +1,17 @@
 """Prompts that are too long for the run: OpenRLHF drops their beginning, where the instruction is, and says so in a worker's log."""
 
-import glob
 import os
 from itertools import islice
 
 from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.preflight.prompts import files_of
 from qarl_openrlhf.preflight.rows import rows_of
 
 LOOKED_AT = 1000  # prompts of each file, about a second
 
 
 def long_prompts(args) -> list[str]:
-    """A note for each local file of ``--data.prompt_dataset`` whose first prompts are partly longer than the room they have.
+    """A note for each local file (or pattern of files) of ``--data.prompt_dataset`` whose first prompts are partly longer than the room they have.
 
     The tokens are those that the engine gets: template applied, nothing added. ConfigError if none of them fits. Names on the hub, and
     models on the hub, are not looked at.
@@ -24,13 +24,14 @@ def long_prompts(args) -> list[str]:
     notes, tokenizer = [], None
     for name in args.data.prompt_dataset.split(","):
         path = name.split("@")[0].strip()
-        if glob.has_magic(path) or not os.path.isfile(path) or not path.endswith((".json", ".jsonl", ".csv")):
+        if "://" in path or os.path.isdir(path) or not path.endswith((".json", ".jsonl", ".csv")):
             continue
+        files = files_of("data.prompt_dataset", path)
         if tokenizer is None:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
-        lengths = [len(ids) for ids in tokenizer(_texts(args.data, path, tokenizer), add_special_tokens=False)["input_ids"]]
+        lengths = [len(ids) for ids in tokenizer(_texts(args.data, path, files, tokenizer), add_special_tokens=False)["input_ids"]]
         if not (long := [length for length in lengths if length > room]):
             continue
         less = "" if response is None else f" less --rollout.max_new_tokens {response}"
@@ -44,9 +45,9 @@ def long_prompts(args) -> list[str]:
     return notes
 
 
-def _texts(data, path: str, tokenizer) -> list[str]:
+def _texts(data, path: str, files: list[str], tokenizer) -> list[str]:
     """As OpenRLHF makes them, whose module for it takes seconds to import."""
-    rows = (row[data.input_key] for _, row in rows_of(f"--data.prompt_dataset {path}", path) if row is not None)
+    rows = (row[data.input_key] for file in files for _, row in rows_of(f"--data.prompt_dataset {path}", file) if row is not None)
     prompts = list(islice(rows, LOOKED_AT))
     if data.apply_chat_template:
         chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]

@@ -9,7 +9,6 @@ from qarl_openrlhf.preflight.hub import FORMATS
 from qarl_openrlhf.preflight.rows import count_rows
 
 
-
 def check_template(flat) -> None:
     """ConfigError unless ``--data.input_template`` puts the prompt where it has ``{}``.
 
@@ -61,6 +60,8 @@ def _sets(args, flag: str, names: list[str]) -> list[int | None]:
     """Rows of each set. ConfigError where a key has another type in one file than in another: OpenRLHF makes one set of them."""
     counts, first = [], {}
     for name in (name.strip() for name in names):
+        if not name.split("@")[0].strip():
+            raise ConfigError(f"--{flag} {','.join(names)} has an empty name: write one between two commas, and none after the last name")
         columns: dict[str, type] = {}
         counts.append(_rows(args, flag, name, columns))
         for key, kind in columns.items():
@@ -80,26 +81,62 @@ def _rows(args, flag: str, name: str, columns: dict[str, type]) -> int | None:
     if os.path.isdir(path) and not _has_files(path):
         raise ConfigError(f"--{flag} {path} is a directory without a data file: give a file ({', '.join(FORMATS)}), or a directory with some")
     if os.path.isdir(path):
+        _check_own_pattern(flag, path)
         for file in _plain_files(path):
             count_rows(f"--{flag} {path}, {os.path.basename(file)}", file, args.data, columns)
         return None
-    if "://" in path or glob.has_magic(path):
+    if "://" in path:
         return None
     if extension not in FORMATS:
         if os.path.isfile(path) and extension != ".py":
             raise ConfigError(f"--{flag} {path}: files ending in {extension or 'nothing'} are not read; use one of {', '.join(FORMATS)}")
+        if glob.has_magic(path):
+            raise ConfigError(f"--{flag} {path}: a pattern must end in one of {', '.join(FORMATS)}")
         if looks_local(path) or (extension and "/" not in path):  # the hub has no set of such a name without an owner
             raise ConfigError(f"--{flag} {path} does not exist: give a file ({', '.join(FORMATS)}), a directory, or a name on the hub")
         return None
-    require_file(flag, path, f"a file ({', '.join(FORMATS)}), a directory, or a name on the hub")
+    files = files_of(flag, path)
     group = flag.partition(".")[0]
     split = args.data.prompt_split if group == "data" else args.eval.split
     if split not in ("train", "", None):
         raise ConfigError(f"--{'data.prompt_split' if group == 'data' else 'eval.split'} {split}: a local file such as {path} is all of split train: use train")
-    count = count_rows(f"--{flag} {path}", path, args.data, columns)
-    if count == 0:
+    owners = [f"--{flag} {path}" if file == path else f"--{flag} {path}, {os.path.relpath(file)}" for file in files]
+    counts = [count_rows(owner, file, args.data, columns) for owner, file in zip(owners, files, strict=True)]
+    if not any(count is None for count in counts) and not sum(counts):
         raise ConfigError(f"--{flag} {path} has no rows: give a file with prompts")
-    return count
+    return None if None in counts else sum(counts)
+
+
+def files_of(flag: str, path: str) -> list[str]:
+    """The local files that the data sets' loader reads for a name that ends like one; ConfigError if there is none."""
+    if not glob.has_magic(os.path.abspath(path)):  # the loader's patterns are absolute
+        require_file(flag, path, f"a file ({', '.join(FORMATS)}), a directory, or a name on the hub")
+        return [path]
+    from datasets.data_files import resolve_pattern  # takes a second
+
+    try:
+        files = sorted(resolve_pattern(path, os.getcwd()))
+    except FileNotFoundError:
+        files = []
+    except ValueError as error:
+        raise ConfigError(f"--{flag} {path}: {error}") from None
+    if os.path.isfile(path) and os.path.abspath(path) not in files:
+        where = path if glob.has_magic(path) else os.path.abspath(path)
+        raise ConfigError(f"--{flag} {path}: the loader takes it for a pattern, which the file's own name does not match: write {glob.escape(where)}")
+    if not files:
+        raise ConfigError(f"--{flag} {path}: no file matches this pattern (looked in {os.getcwd()})")
+    return files
+
+
+def _check_own_pattern(flag: str, directory: str) -> None:
+    """ConfigError for a directory in whose name the loader sees a pattern that matches more than it, or not even that."""
+    whole = os.path.abspath(directory)
+    saved = any(os.path.isfile(os.path.join(directory, name)) for name in ("state.json", "dataset_dict.json"))  # read without patterns
+    if not saved and glob.has_magic(whole) and glob.glob(whole) != [whole]:
+        raise ConfigError(
+            f"--{flag} {directory}: the loader takes it for a pattern, which does not stand for this directory alone: rename it, or give "
+            f"its files, as in {os.path.join(glob.escape(whole), '*.jsonl')}"
+        )
 
 
 def _plain_files(directory: str) -> list[str]:

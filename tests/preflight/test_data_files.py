@@ -324,3 +324,83 @@ def test_whole_surrogate_pairs_are_characters(tmp_path):
     path.write_bytes(b'{"input": "\\ud83d\\ude00 \\\\ud800", "label": "2"}\n' * 2)
     assert loaded("json", path, tmp_path)
     check_prompts(arguments(path))
+
+
+@pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
+@pytest.mark.parametrize("names", ["{0},", ",{0}", "{0},,{0}", "{0}, ", "{0},@main", ","])
+def test_empty_names_are_refused(tmp_path, flag, names):
+    (tmp_path / "good.jsonl").write_bytes(GOOD * 5)
+    args = arguments(tmp_path / "good.jsonl")
+    group, name = flag.split(".")
+    setattr(getattr(args, group), name, names.format(tmp_path / "good.jsonl"))
+    with pytest.raises(ConfigError, match=f"--{flag} .* has an empty name"):
+        check_prompts(args)
+
+
+PLACES = ("r[1]/p.jsonl", "r1/q.jsonl", "r[1]/q.jsonl", "a*b.jsonl", "q?.jsonl", "c{1}.jsonl", "f[1.jsonl", "d/x.jsonl", "d/__no/y.jsonl", "d/.z.jsonl")
+
+
+@pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
+def test_names_with_the_signs_of_a_pattern_are_what_the_loader_makes_of_them(tmp_path, monkeypatch, flag):
+    for place in PLACES:
+        (tmp_path / "in" / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / place).write_bytes(GOOD * 2)
+    monkeypatch.chdir(tmp_path / "in")
+    patterns = ("r[1]/nope.jsonl", "r[[]1]/p.jsonl", "d/*.jsonl", "d/**/*.jsonl", "d/*/*.jsonl", "d/**.jsonl", "[ab]*.jsonl", "no*.jsonl")
+    for name in PLACES + patterns:
+        args = arguments("d/x.jsonl")
+        group, last = flag.split(".")
+        setattr(getattr(args, group), last, name)
+        if name == "r[1]/q.jsonl":  # which of two files was meant, the loader does not ask
+            assert loaded("json", name, tmp_path)
+        if loaded("json", name, tmp_path) and name != "r[1]/q.jsonl":
+            check_prompts(args)
+            continue
+        with pytest.raises(ConfigError) as refusal:
+            check_prompts(args)
+        said = str(refusal.value)
+        assert said.startswith(f"--{flag} {name}: ") and "\n" not in said
+        if os.path.isfile(name):  # what is advised works
+            advised = said.rpartition("write ")[2]
+            assert len(loaded("json", advised, tmp_path)) == 2
+            setattr(getattr(args, group), last, advised)
+            check_prompts(args)
+
+
+def test_rows_of_all_files_of_a_pattern_are_checked_and_counted(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    (tmp_path / "b.jsonl").write_bytes(GOOD)
+    check_prompts(arguments(tmp_path / "?.jsonl"))
+    with pytest.raises(ConfigError, match="1 prompts in --data.prompt_dataset do not make one rollout"):
+        check_prompts(arguments(tmp_path / "[a].jsonl"))
+    (tmp_path / "b.jsonl").write_bytes(GOOD + b'{"input": 1, "label": "2"}')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"--data.prompt_dataset .*/\?.jsonl, b.jsonl, line 2: 'input' is 1"):
+        check_prompts(arguments(tmp_path / "?.jsonl"))
+    with pytest.raises(ConfigError, match="a pattern must end in one of .json"):
+        check_prompts(arguments("x/*.json*"))
+
+
+def test_directories_with_the_signs_of_a_pattern(tmp_path, monkeypatch):
+    from datasets import Dataset, load_dataset
+
+    for name in ("k[2]", "k*", "m*"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "p.jsonl").write_bytes(GOOD * 2)
+    for name, rows in (("k*", 4), ("m*", 2)):
+        assert len(load_dataset(str(tmp_path / name), cache_dir=str(tmp_path / "cache"), split="train")) == rows
+    check_prompts(arguments(tmp_path / "m*"))
+    with pytest.raises(Exception, match="any data files"):
+        load_dataset(str(tmp_path / "k[2]"), cache_dir=str(tmp_path / "cache"))
+    for name in ("k*", "k[2]"):
+        with pytest.raises(ConfigError, match="does not stand for this directory alone: rename it, or give its files, as in (.*)") as refusal:
+            check_prompts(arguments(tmp_path / name))
+        advised = str(refusal.value).rpartition("as in ")[2]
+        check_prompts(arguments(advised))
+        assert len(loaded("json", advised, tmp_path)) == 2
+    monkeypatch.chdir(tmp_path / "k[2]")  # a relative name is one below it
+    with pytest.raises(ConfigError, match="--data.prompt_dataset p.jsonl: the loader takes it for a pattern"):
+        check_prompts(arguments("p.jsonl"))
+    assert loaded("json", "p.jsonl", tmp_path) is None
+    Dataset.from_list([{"input": "a", "label": "b"}] * 2).save_to_disk(str(tmp_path / "s[1]"))
+    check_prompts(arguments(tmp_path / "s[1]"))

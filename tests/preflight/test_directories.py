@@ -36,6 +36,18 @@ def test_they_are_tried_and_left_as_they_were(tmp_path, flag):
 
 
 @pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("path", ["x" * 300, "new/deep/" + "x" * 300, "x" * 300 + "/below", "y" * 200 + ("/" + "y" * 200) * 20])
+def test_names_that_no_file_system_takes(tmp_path, flag, path):
+    with pytest.raises(OSError, match="File name too long"):
+        os.makedirs(tmp_path / path)
+    made = os.listdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"--{flag} .*: cannot be made in {tmp_path}\S* \(File name too long\): name another directory"):
+        check_directories(arguments(tmp_path / "run", flag, tmp_path / path))
+    assert os.listdir(tmp_path) == made
+    check_directories(arguments(tmp_path / "run", flag, tmp_path / "new" / ("x" * 255)))
+
+
+@pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("role", ["actor", "critic", "reward"])
 def test_no_model_that_is_read_is_overwritten(tmp_path, flag, role):
     model, link = tmp_path / "model", tmp_path / "link"

@@ -49,7 +49,10 @@ def test_the_template_counts_and_what_is_not_a_local_file_does_not(model, tmp_pa
     assert tokens(template.format("a b")) > 16
     with pytest.raises(ConfigError, match="2 of the first 2"):
         long_prompts(arguments(model, path, input_template=template))
-    assert long_prompts(arguments(model, f"{path},org/a_set,{tmp_path}/*.jsonl")) == []
+    assert long_prompts(arguments(model, f"{path},org/a_set,{tmp_path},https://host/p.jsonl")) == []
+    written(tmp_path / "more.jsonl", "one two three four " * 8)
+    (note,) = long_prompts(arguments(model, f"{tmp_path}/*.jsonl"))
+    assert note.startswith(f"1 of the first 3 prompts of --data.prompt_dataset {tmp_path}/*.jsonl are longer")
     assert long_prompts(arguments("org/model", path, max_len=1)) == []
 
 
