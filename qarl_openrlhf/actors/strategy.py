@@ -13,6 +13,7 @@ from qarl_openrlhf.actors.moving_average import blend
 from qarl_openrlhf.actors.quant_actor import QuantActor
 from qarl_openrlhf.checkpoint.facts import facts_of
 from qarl_openrlhf.checkpoint.flags import deciding, flatten
+from qarl_openrlhf.checkpoint.prompts import position
 from qarl_openrlhf.checkpoint.state import random_state, rank_file
 from qarl_openrlhf.checkpoint.write import rotate, write_checkpoint
 from qarl_openrlhf.kernels import dispatch
@@ -112,7 +113,7 @@ class QarlStrategy(DeepspeedStrategy):
         facts = {"zero_stage": self.args.ds.zero_stage, "world_size": dist.get_world_size()}
         role = "critic" if os.path.basename(os.path.normpath(save_dir)) == "_critic" else "actor"
         facts |= facts_of(self.args, role, getattr(model, "module", model).config) | {"flags": self.flags}
-        facts |= {"metric_key": metric_key, "metric_value": metric_value}
+        facts |= {"metric_key": metric_key, "metric_value": metric_value, "prompts": position(client_state or {})}
         state = {"random": random_state(), **self.rank_state}
         write_checkpoint(model, save_dir, tag, client_state=client_state or {}, rank_state=state, facts=facts)
         if self.is_rank_0():

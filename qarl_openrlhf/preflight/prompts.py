@@ -33,16 +33,29 @@ def check_prompts(args) -> None:
     _check_weights(args.data.prompt_probs, len(names))
     counts = _sets(args, "data.prompt_dataset", names)
     _sets(args, "eval.dataset", args.eval.dataset.split(",") if args.eval.dataset else [])
-    # With --data.prompt_probs the sets are repeated; a set that is not a local file has an unknown size.
-    if args.data.prompt_probs or None in counts:
-        return
-    prompts = min(sum(min(count, args.data.max_samples) for count in counts), args.data.max_samples)
-    if prompts < args.rollout.batch_size:
+    prompts = _prompts_of_an_episode(args, counts)
+    if prompts is not None and prompts < args.rollout.batch_size:
         what = "as --data.max_samples lets through" if prompts == args.data.max_samples else "in --data.prompt_dataset"
         raise ConfigError(
             f"{prompts} prompts {what} do not make one rollout of --rollout.batch_size {args.rollout.batch_size}, so nothing would be "
             f"trained: use --rollout.batch_size {prompts} or less, or more prompts"
         )
+
+
+def prompts_at_most(args) -> int:
+    """Prompts of an episode, where local files tell; else, or where they cannot be used, what ``--data.max_samples`` lets through."""
+    try:
+        prompts = _prompts_of_an_episode(args, _sets(args, "data.prompt_dataset", args.data.prompt_dataset.split(",")))
+    except ConfigError:
+        prompts = None
+    return args.data.max_samples if prompts is None else prompts
+
+
+def _prompts_of_an_episode(args, counts: list[int | None]) -> int | None:
+    # With --data.prompt_probs the sets are repeated; a set that is not a local file has an unknown size.
+    if args.data.prompt_probs or None in counts:
+        return None
+    return min(sum(min(count, args.data.max_samples) for count in counts), args.data.max_samples)
 
 
 def _check_weights(text: str | None, sets: int) -> None:

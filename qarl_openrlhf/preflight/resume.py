@@ -10,6 +10,7 @@ from qarl_openrlhf.checkpoint.facts import facts_of
 from qarl_openrlhf.checkpoint.find import choose, tags
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.positions import load_config
+from qarl_openrlhf.preflight.prompts import prompts_at_most
 
 
 def choose_checkpoint(args) -> list[str]:
@@ -37,13 +38,33 @@ def choose_checkpoint(args) -> list[str]:
         return [f"--ckpt.load_enable: no checkpoint under {args.ckpt.path} yet; the run starts anew"]
     directory = os.path.join(args.ckpt.path, models[0], choice.tag)
     notes = [*choice.notes, f"resuming from {directory}"]
-    before = manifest.read(Path(directory)).get("flags") or flags.of_run(args.metrics.dir)  # older checkpoints have none
+    written = manifest.read(Path(directory))
+    before = written.get("flags") or flags.of_run(args.metrics.dir)  # older checkpoints have none
+    _check_position(args, directory, written.get("prompts") or {}, before)
     now = flags.deciding(dict(flags.flatten(args)))
     if now.get("train.enable_ema") and before.get("train.enable_ema") is False:
         notes.append("--train.enable_ema: the checkpoint was written without; the moving average starts from its weights")
     if changed := flags.changes(before, now):
         notes.append(f"resumed with other flags than before: {', '.join(changed)}; the run may not go on bit for bit")
     return notes
+
+
+def _check_position(args, directory: str, position: dict, before: dict) -> None:
+    """ConfigError if the run has fewer prompts than OpenRLHF passes over before the next: its loader would end in StopIteration.
+
+    It passes over as many in an episode that has ended, too, but over none if no episode is left. position: see ``checkpoint.prompts``.
+    """
+    if not position or position["episode"] >= args.train.num_episodes:
+        return
+    has = prompts_at_most(args)
+    if has >= position["drawn"]:
+        return
+    now = {f"data.{name}": getattr(args.data, name) for name in ("max_samples", "prompt_dataset")}
+    changed = ", ".join(flags.changes(before, now)) or "its files have fewer rows than then"
+    raise ConfigError(
+        f"--ckpt.load_enable: {directory} was written after {position['drawn']} prompts of its episode, and this run has {has} "
+        f"({changed}): give it the prompts that the run began with, or another --ckpt.path to start anew"
+    )
 
 
 def how_to_resume(args) -> str:

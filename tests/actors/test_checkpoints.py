@@ -2,6 +2,7 @@
 
 import random
 import resource
+import shutil
 
 import numpy
 import pytest
@@ -64,6 +65,10 @@ def test_a_checkpoint_knows_the_run_that_wrote_it(make_learner, tmp_path):
     save(learner, tmp_path / "_actor", "global_step1")
     args = learner.strategy.args
     assert choose_checkpoint(args) == [f"resuming from {tmp_path}/_actor/global_step1"]
+    state = {"episode": 0, "data_loader_state_dict": {"_sampler_iter_yielded": 6}}
+    learner.strategy.save_ckpt(learner.actor.model, str(tmp_path / "_actor"), "global_step2", client_state=state)
+    assert manifest.read(tmp_path / "_actor" / "global_step2")["prompts"] == {"drawn": 6, "episode": 0}
+    shutil.rmtree(tmp_path / "_actor" / "global_step2")
     args.train.seed, args.ckpt.load_tag = 7, None
     assert "--train.seed 42 -> 7; the run may not" in choose_checkpoint(args)[-1]
     for group, name, value in ((args.quant, "scheme", "w8a8"), (args.actor, "optim", "muon")):

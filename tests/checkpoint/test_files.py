@@ -12,6 +12,7 @@ from qarl_openrlhf.checkpoint.errors import CheckpointError
 from qarl_openrlhf.checkpoint.facts import facts_of
 from qarl_openrlhf.checkpoint.find import choose, step_of, tags
 from qarl_openrlhf.checkpoint.flags import deciding, flatten
+from qarl_openrlhf.checkpoint.prompts import position
 from qarl_openrlhf.checkpoint.write import remove_partial, rotate
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.metrics.run_directory import open_run_directory
@@ -214,6 +215,64 @@ def test_an_older_checkpoint_is_taken_and_compared_by_the_record_of_its_run(tmp_
         assert len(choose_checkpoint(arguments(tmp_path, model))) == 1
     open_run_directory(str(tmp_path / "run"), dict(flatten(arguments(tmp_path, model))), resume=False)
     assert choose_checkpoint(arguments(tmp_path, model, **OTHER))[-1] == NOTE
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_fewer_prompts_than_a_resume_passes_over_are_refused(tmp_path, model, workers):
+    """Judged by the loader that OpenRLHF has: in the middle of an episode, at its end, and in the next."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def loader(prompts):
+        return StatefulDataLoader(range(prompts), batch_size=1, shuffle=True, drop_last=True, num_workers=workers)
+
+    rows = tmp_path / "prompts.jsonl"
+    for drawn in (0, 3, 8, 9):
+        first = loader(8)
+        prompts = iter(first)
+        for _ in range(drawn):
+            next(prompts, None)
+        state = {"episode": 1, "data_loader_state_dict": first.state_dict()}
+        had = with_prompts(tmp_path, model, rows, 8)
+        shutil.rmtree(tmp_path / "_actor", ignore_errors=True)
+        made = make(tmp_path / "_actor", "global_step2", facts=written_by(had) | {"prompts": position(state)}, size=10)
+        for now in (2, 3, 4, 8, 20):
+            again = loader(now)
+            again.load_state_dict(state["data_loader_state_dict"])
+            rows.write_text('{"input": "a"}\n' * now)
+            try:
+                next(iter(again), None)
+            except StopIteration:
+                message = f"{made} was written after {min(drawn, 8)} prompts of its episode, and this run has {now} "
+                for flags, why in (({}, r"\(its files have fewer rows"), ({"data__max_samples": now}, rf"\(--data.max_samples 8 -> {now}\)")):
+                    with pytest.raises(ConfigError, match=message + why):
+                        choose_checkpoint(with_prompts(tmp_path, model, rows, 8, **flags))
+                choose_checkpoint(with_prompts(tmp_path, model, rows, 8, train__num_episodes=1))  # nothing is left to do
+            else:
+                choose_checkpoint(with_prompts(tmp_path, model, rows, 8))
+        del prompts
+
+
+def with_prompts(path, model, rows, samples, **flags):
+    data = {"max_samples": samples, "prompt_dataset": str(rows), "prompt_probs": None, "input_key": "input", "label_key": None}
+    data |= {"apply_chat_template": False, "input_template": None, "prompt_split": "train"}
+    given = {f"data__{name}": value for name, value in data.items()} | {"train__num_episodes": 2}
+    return arguments(path, model, **given | flags)
+
+
+def test_prompts_of_another_origin_are_bounded_by_the_flag_alone(tmp_path, model):
+    had = with_prompts(tmp_path, model, "owner/name", 100)
+    make(tmp_path / "_actor", "global_step2", facts=written_by(had) | {"prompts": {"drawn": 8, "episode": 0}})
+    choose_checkpoint(with_prompts(tmp_path, model, "owner/name", 8))
+    with pytest.raises(ConfigError, match="after 8 prompts of its episode, and this run has 7 .--data.max_samples 100 -> 7"):
+        choose_checkpoint(with_prompts(tmp_path, model, "owner/name", 7))
+
+
+def test_a_position_is_of_the_episode_that_is_drawn_from_next():
+    state = {"episode": 0, "data_loader_state_dict": {"_sampler_iter_yielded": 8}}
+    assert position(state) == {"drawn": 8, "episode": 0}
+    assert position(state | {"rollout": {"exhausted": True, "sample_buffer": [1]}}) == {"drawn": 8, "episode": 1}
+    assert position(state | {"rollout": {"exhausted": False, "sample_buffer": [1]}}) == {"drawn": 8, "episode": 0}
+    assert position({"global_step": 3}) == position({"episode": 0, "data_loader_state_dict": {}}) == {}
 
 
 def metric_of(directory):
