@@ -86,6 +86,8 @@ def test_a_name_that_cannot_be_had_is_an_error_at_once(environment, tmp_path, ch
         hub.settle(arguments(**changes))
     assert message in str(error.value) and "http://127.0.0.1:9 is not reachable" in str(error.value)
     assert time.monotonic() - started < hub.TIMEOUT_S + 1
+    for_the_model = "for --dry_run --dry_run_gpu_gb GB one with its config.json is enough"
+    assert (for_the_model in str(error.value)) == ("--actor" in message)
     environment.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         hub.settle(arguments(**changes))
