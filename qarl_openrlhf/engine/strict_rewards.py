@@ -47,8 +47,13 @@ class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
         if self.reward_endpoints:
             if failures:
                 raise RewardError(self._message(prompt, failures[0])) from failures[0]
-            self._check(prompt, output["reward"], "rewards")
-            self._check(prompt, output["scores"], "scores")
+            try:
+                # Plain numbers: OpenRLHF makes a tensor of each, of another shape for a list of one than for a number.
+                output["reward"] = _finite(output["reward"], "rewards")
+                output["scores"] = _finite(output["scores"], "scores")
+                output["extra_logs"] = _logs(output["extra_logs"])
+            except ValueError as error:
+                raise RewardError(self._message(prompt, error)) from None
         return output
 
     async def _fetch_rewards_via_func(self, *args):
@@ -72,15 +77,38 @@ class StrictSingleTurnExecutor(SingleTurnAgentExecutor):
             _failure.get().append(error)
             raise
 
-    def _check(self, prompt: str, value: Any, field: str) -> None:
-        values = torch.as_tensor(value, dtype=torch.float32).flatten().tolist() if value is not None else []
-        if not values or not all(math.isfinite(v) for v in values):
-            raise RewardError(self._message(prompt, ValueError(f"it returned {field} {value!r}; a finite number is needed")))
-
     def _message(self, prompt: str, error: Exception) -> str:
         where = _place(error, self.reward_endpoints)
         return f"reward {', '.join(self.reward_endpoints)}: {type(error).__name__}: {error} ({where}prompt that ends {prompt[-80:]!r})"
 
+
+def _finite(value: Any, field: str) -> float:
+    """A number, or a list, array or tensor of one, as a float; ValueError for anything else, NaN and infinity."""
+    number = _number(value)
+    if number is None or not math.isfinite(number):
+        raise ValueError(f"it returned {field} {_short(value)}; a finite number is needed, or a list or tensor of one")
+    return number
+
+
+def _logs(values: Any) -> dict[str, float]:
+    """``extra_logs``, each a float; ValueError where they are no dict of numbers."""
+    numbers = {name: _number(value) for name, value in values.items()} if isinstance(values, dict) else {"": None}
+    if None in numbers.values() or not all(isinstance(name, str) for name in numbers):
+        raise ValueError(f"it returned extra_logs {_short(values)}; a dict of numbers by name is needed")
+    return numbers
+
+
+def _number(value: Any) -> float | None:
+    try:
+        values = torch.as_tensor(value, dtype=torch.float32).flatten().tolist()
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # what torch says of text, dicts, None, ragged lists, huge integers
+        return None
+    return values[0] if len(values) == 1 else None
+
+
+def _short(value: Any) -> str:
+    """``repr`` of what a reward function returned, in one line of bounded length."""
+    return " ".join(repr(value).split())[:80]
 
 
 def _place(error: BaseException, files: list[str]) -> str:
@@ -108,4 +136,4 @@ def _shown(answer: Any) -> str:
     if answer is None:
         return "nothing"
     kind = "dict without rewards" if isinstance(answer, dict) else type(answer).__name__
-    return f"a {kind} {str(answer)[:80]}"
+    return f"a {kind} {_short(answer)}"

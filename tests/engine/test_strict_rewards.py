@@ -27,6 +27,19 @@ BODIES = {
     "none": ("return {'rewards': None}", "returned rewards None"),
     "list": ("return [0.5]", "it returned a list [0.5]; return a dict"),
     "number": ("return 0.5", "it returned a float 0.5; return a dict"),
+    "text": ("return {'rewards': '1.0'}", "returned rewards '1.0'; a finite number is needed, or a list or tensor of one"),
+    "matrix": ("return {'rewards': __import__('torch').tensor([[1, 2], [3, 4]])}", "rewards tensor([[1, 2], [3, 4]]); a finite"),
+    "two": ("return {'rewards': [1.0, 0.0]}", "returned rewards [1.0, 0.0]; a finite number"),
+    "empty": ("return {'rewards': []}", "returned rewards []; a finite number"),
+    "ragged": ("return {'rewards': [[1.0], [1.0, 2.0]]}", "returned rewards [[1.0], [1.0, 2.0]]; a finite number"),
+    "huge": ("return {'rewards': 10**400}", "returned rewards 1000"),
+    "beyond a float32": ("return {'rewards': 1e39}", "returned rewards 1e+39; a finite number"),
+    "dict of scores": ("return {'rewards': 1.0, 'scores': {'a': 1}}", "returned scores {'a': 1}; a finite number"),
+    "text log": ("return {'rewards': 1.0, 'extra_logs': {'kind': 'short'}}", "extra_logs {'kind': 'short'}; a dict of numbers by name"),
+    "no log": ("return {'rewards': 1.0, 'extra_logs': {'kind': None}}", "extra_logs {'kind': None}; a dict of numbers by name"),
+    "two of a log": ("return {'rewards': 1.0, 'extra_logs': {'kind': [1, 2]}}", "extra_logs {'kind': [1, 2]}; a dict of numbers by name"),
+    "log without a name": ("return {'rewards': 1.0, 'extra_logs': {1: 0.5}}", "extra_logs {1: 0.5}; a dict of numbers by name"),
+    "list of logs": ("return {'rewards': 1.0, 'extra_logs': [0.5]}", "extra_logs [0.5]; a dict of numbers by name"),
     "other key": ("return {'reward': 0.5}", "it returned a dict without rewards {'reward': 0.5}; return a dict"),
 }
 
@@ -67,9 +80,27 @@ def test_each_fault_is_named(tmp_path, fault):
     assert time.monotonic() - begun < 6
 
 
-def test_a_good_reward_passes(tmp_path):
-    outputs = execute(tmp_path, "return {'rewards': 1.0, 'scores': 0.5, 'extra_logs': {}}")
-    assert [(o["reward"], o["scores"]) for o in outputs] == [(1.0, 0.5)] * 3
+GOOD = {
+    "numbers": "{'rewards': 1.0, 'scores': 0.5, 'extra_logs': {'long': 2.0}}",
+    "integers": "{'rewards': 1, 'scores': 0.5, 'extra_logs': {'long': 2}}",
+    "truth": "{'rewards': True, 'scores': 0.5, 'extra_logs': {'long': 2}}",
+    "lists of one": "{'rewards': [1.0], 'scores': [[0.5]], 'extra_logs': {'long': [2]}}",
+    "tensors": "{'rewards': torch.ones(()), 'scores': torch.full((1, 1), 0.5), 'extra_logs': {'long': torch.tensor([2])}}",
+    "arrays": "{'rewards': np.float32(1), 'scores': np.array([0.5]), 'extra_logs': {'long': np.int64(2)}}",
+}
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_a_good_reward_passes_as_plain_numbers(tmp_path, kind):
+    outputs = execute(tmp_path, f"import numpy as np, torch; return {GOOD[kind]}")
+    assert [(o["reward"], o["scores"], o["extra_logs"]) for o in outputs] == [(1.0, 0.5, {"long": 2.0})] * 3
+    assert all(type(number) is float for o in outputs for number in (o["reward"], o["scores"], *o["extra_logs"].values()))
+
+
+@pytest.mark.parametrize("logs", ["None", "{}"])
+def test_scores_are_the_rewards_and_logs_may_be_missing(tmp_path, logs):
+    outputs = execute(tmp_path, f"return {{'rewards': [0.25], 'extra_logs': {logs}}}")
+    assert [(o["reward"], o["scores"], o["extra_logs"]) for o in outputs] == [(0.25, 0.25, {})] * 3
 
 
 def test_without_it_a_fault_goes_unnoticed(tmp_path):
