@@ -74,7 +74,7 @@ def _add_run(group) -> None:
         metavar="GIB",
         help="memory of the card that --dry_run plans for (default: the visible one); works on a machine without a GPU, too",
     )
-    group.add_argument("--ray.log_to_driver", action="store_true", help="show the log of every Ray worker in this terminal")
+    group.add_argument("--ray.log_to_driver", action="store_true", help="show the log of every Ray worker in this terminal, and the traceback of an error")
     group.add_argument(
         "--verbose", action="store_true", help="also show notes that say only what this machine is: no GPU, no flash-attn"
     )

@@ -7,15 +7,19 @@ It takes every flag of OpenRLHF 0.11.2's ``train_ppo_ray``; ``--help`` shows the
 import os
 import sys
 import threading
+import traceback
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 from qarl_openrlhf import config, runtime
+from qarl_openrlhf.checkpoint.find import tags
 from qarl_openrlhf.cli.dry_run import check_layers, default_flags, describe, engine_places, flatten, main_memory_problems, offload_notes
 from qarl_openrlhf.cli.ending import SignalEnding
 from qarl_openrlhf.cli.flags import add_flags, typed_flags
 from qarl_openrlhf.cli.help_text import arrange
 from qarl_openrlhf.cli.host import HostCommandLine
+from qarl_openrlhf.cli.own_errors import own_message
 from qarl_openrlhf.metrics.startup import Startup
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
 from qarl_openrlhf.planning import numbers, placement, positions
@@ -152,11 +156,8 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
     except runtime.ResourceError as error:
         _end_with([str(error)])
     ending.take()
-    from qarl_openrlhf.actors.engine_end import EngineProcessError
     from qarl_openrlhf.actors.install import install
-    from qarl_openrlhf.actors.main_memory_end import MainMemoryError
     from qarl_openrlhf.actors.policy import quantized_directory
-    from qarl_openrlhf.engine.strict_rewards import RewardError
     from qarl_openrlhf.metrics.progress import follow
     from qarl_openrlhf.metrics.run_directory import open_run_directory
     from qarl_openrlhf.patches.vllm_cpu import serve_command
@@ -170,16 +171,14 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
     watcher.start()
     try:
         train(args)
-    except EngineProcessError as error:
-        sys.exit(f"train_qarl: error: {error}")
-    except MainMemoryError as error:  # actors of the run that follow it into the end have nothing to add
-        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-        sys.exit(f"train_qarl: error: {error}{ending.advice()}")
-    except RewardError as error:  # the user's own code: where in it is in the message, how Ray came there is of no use
-        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-        while getattr(error, "cause", None) is not None:  # Ray's text is a traceback for each process on the way
-            error = error.cause
-        sys.exit(f"train_qarl: error: {error}")
+    except Exception as error:
+        if (message := own_message(error)) is None:
+            raise
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # actors of the run that follow it into the end have nothing to add
+        if args.ray.log_to_driver:
+            traceback.print_exc()
+        # A fault may be met again: no advice to start anew.
+        sys.exit(f"train_qarl: error: {message}{ending.advice() if tags(Path(args.ckpt.path, '_actor')) else ''}")
     except KeyboardInterrupt:
         # Ray would print what the controller says when its engines are taken away, and the signal's line is to be the last.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"

@@ -101,6 +101,14 @@ def start(flags, tiny_model, tmp_path):
         run.end()
 
 
+def assert_one_line(run: Run, words: str) -> str:
+    """The run's last line, which has the words; no traceback is before it."""
+    last = run.text.splitlines()[-1]
+    assert last.startswith("train_qarl: error: ") and words in last, run.text[-3000:]
+    assert "Traceback" not in run.text and "ray::" not in run.text, run.text[-3000:]
+    return last
+
+
 def test_a_nan_in_a_master_weight_names_the_layer_before_any_rollout(start, tmp_path):
     model = tmp_path / "model"
     save_tiny_model(model, "llama", hidden=128)
@@ -108,9 +116,31 @@ def test_a_nan_in_a_master_weight_names_the_layer_before_any_rollout(start, tmp_
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     run = start({"actor.model_name_or_path": str(model)})
-    assert run.process.wait(400) != 0
-    assert "QuantError: model.layers.1.mlp.down_proj: 1 of 32768 weights are NaN or infinite" in run.text
+    assert run.process.wait(400) == 1
+    assert_one_line(run, "model.layers.1.mlp.down_proj: 1 of 32768 weights are NaN or infinite")
     assert not run.metrics.exists()
+    run.assert_gone()
+
+
+OWN_ERRORS = {  # a tensor of the model that gets a NaN, flags, what the last line says
+    "engine": ("model.norm.weight", {}, "ManifestError: tensor model.norm.weight has 1 NaN"),
+    "learner": (None, {"actor.adam.lr": 1e30, "ckpt.save_steps": 1}, "log_probs"),
+}
+
+
+@pytest.mark.parametrize("who", OWN_ERRORS)
+def test_an_error_of_ours_is_one_line_and_the_advice(start, tmp_path, who):
+    tensor, flags, words = OWN_ERRORS[who]
+    model = tmp_path / "model"
+    save_tiny_model(model, "llama", hidden=128)
+    if tensor:
+        weights = load_file(model / "model.safetensors")
+        weights[tensor][0] = float("nan")
+        save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    run = start({"actor.model_name_or_path": str(model)} | flags)
+    assert run.process.wait(400) == 1
+    last = assert_one_line(run, words)
+    assert ("the same command with --ckpt.load_enable goes on from checkpoint " in last) == os.path.isdir(run.metrics.parent / "ckpt" / "_actor")
     run.assert_gone()
 
 
