@@ -7,11 +7,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
 class SignalEnding:
-    """Within, SIGTERM and SIGINT end a command with one line and status 128 + signal; what it holds is given back on the way.
+    """Within, SIGTERM, SIGINT and SIGHUP (its terminal is closed) end a command with one line and status 128 + signal; what it holds is given back on the way.
 
     A second signal ends it at once. Does nothing outside of the main thread, where Python has no signals, and for a signal
     that the process ignores (nohup). ``advice``: the end of the line, asked for when it is told.
@@ -31,7 +35,7 @@ class SignalEnding:
         """Put the handlers in place; again after a library has put its own there."""
         if threading.current_thread() is not threading.main_thread() or self.received:
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self.before.setdefault(number, signal.getsignal(number))
                 signal.signal(number, self._end)
@@ -46,28 +50,31 @@ class SignalEnding:
         for number, handler in self.before.items():
             signal.signal(number, signal.SIG_DFL if self.received or handler is None else handler)
         if self.received and kind:
-            sys.stdout.flush()
-            print(f"{_line(self.command, self.received)}{self.advice()}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # the terminal has gone
+                sys.stdout.flush()
+            with suppress(OSError):
+                print(f"{_line(self.command, self.received)}{self.advice()}", file=sys.stderr, flush=True)
             raise SystemExit(128 + self.received) from None
 
 
 def end_at_signals(command: str) -> None:
-    """Until a :class:`SignalEnding` takes over, SIGTERM and SIGINT end the process at once, with its line and status.
+    """Until a :class:`SignalEnding` takes over, SIGTERM, SIGINT and SIGHUP end the process at once, with its line and status.
 
     For the imports of a module that is run: they take seconds, hold nothing, and turn a KeyboardInterrupt into errors of their own.
     """
 
     def end(number: int, frame) -> NoReturn:
-        os.write(2, f"{_line(command, signal.Signals(number))}\n".encode())
+        with suppress(OSError):  # the terminal has gone
+            os.write(2, f"{_line(command, signal.Signals(number))}\n".encode())
         os._exit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
 
 
 def _line(command: str, received: signal.Signals) -> str:
-    return f"{command}: {'terminated' if received == signal.SIGTERM else 'interrupted'} ({received.name})"
+    return f"{command}: {'interrupted' if received == signal.SIGINT else 'terminated'} ({received.name})"
 
 
 def own_process(main: Callable[[], None]) -> NoReturn:

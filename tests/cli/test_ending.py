@@ -1,8 +1,12 @@
 """A command that owns its process: its status, and what it says last."""
 
+import fcntl
+import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -64,12 +68,28 @@ print("went on", term is signal.SIG_DFL, interrupt is signal.default_int_handler
 """
 
 
-@pytest.mark.parametrize("name, word", [("SIGTERM", "terminated"), ("SIGINT", "interrupted")])
+@pytest.mark.parametrize("name, word", [("SIGTERM", "terminated"), ("SIGINT", "interrupted"), ("SIGHUP", "terminated")])
 def test_a_signal_is_one_line_and_the_status(name, word):
     program = SIGNALLED.format(before="", name=name, wait=60)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (128 + signal.Signals[name], "given back\n")
     assert done.stderr == f"command: {word} ({name}): advice\n"
+
+
+def test_a_closed_terminal_ends_it_with_its_status_and_gives_back(tmp_path):
+    """A real one: the kernel sends SIGHUP when its other end is closed, and writing to it fails from then on."""
+    given = tmp_path / "given"
+    program = SIGNALLED.format(before="", name="SIGHUP", wait=60).replace("os.kill(os.getpid(), signal.SIGHUP)", "print('up', flush=True)")
+    program = program.replace('print("given back")', f"open({str(given)!r}, 'w').close(); print('given back')")
+    leader, follower = pty.openpty()
+    login = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=follower, stdout=follower, stderr=follower, start_new_session=True, preexec_fn=login
+    )
+    os.close(follower)
+    assert b"up" in os.read(leader, 100)
+    os.close(leader)
+    assert process.wait(50) == 128 + signal.SIGHUP and given.exists()
 
 
 def test_an_ignored_signal_stays_ignored_and_handlers_are_put_back():
