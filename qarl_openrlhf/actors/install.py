@@ -93,8 +93,8 @@ class _EngineFactory:
         return _EngineFactory(self.actor_class, self.args, self.startup, ray_options, self.made)
 
     def remote(self, **kwargs):
-        engine = self._remote(**kwargs)
         name = f"engine {len(self.made)}"
+        engine = self._remote(qarl_name=name, **kwargs)
         self.made.append(engine)
         self.startup.watch(f"{name} starts vLLM", f"{name} ready", [engine.weights_state.remote()])
         return engine

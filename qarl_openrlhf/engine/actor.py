@@ -51,6 +51,7 @@ class QarlRolloutActor(_RolloutActor):
     """``RolloutRayActor`` that starts with dummy weights and refuses to generate until a publish has completed.
 
     Args, besides OpenRLHF's (which include all of ``AsyncEngineArgs``):
+        qarl_name: of the engine, for messages until the learner gives it one.
         qarl_scheme: scheme string, e.g. "w4a16:g64"; a ":rollout" suffix means nothing to an engine.
         qarl_device: "cpu", "cuda" or "auto".
         qarl_stop: stop strings added to every request; the matched string stays part of the response.
@@ -61,6 +62,7 @@ class QarlRolloutActor(_RolloutActor):
     async def __init__(
         self,
         *args,
+        qarl_name: str = "engine",
         qarl_scheme: str = "bf16",
         qarl_device: str = "auto",
         qarl_stop: list[str] | None = None,
@@ -69,7 +71,7 @@ class QarlRolloutActor(_RolloutActor):
         **kwargs,
     ):
         plugin.register()
-        self.name = "engine"
+        self.name = qarl_name
         self.weights = WeightState()
         self.timeout_s = 120.0
         self.session = 0  # of the transport group, i.e. of the updates a failure may still speak for
@@ -91,7 +93,7 @@ class QarlRolloutActor(_RolloutActor):
             overrides["compilation_config"] = (kwargs.get("compilation_config") or {}) | overrides["compilation_config"]
         # vLLM's statistics, which nothing reads here, cost a fifth of what its process has to do for a token.
         settings = {"num_gpus": 0, "disable_log_stats": True, **kwargs, **overrides}
-        await started(lambda: super(QarlRolloutActor, self).__init__(*args, **settings))
+        await started(lambda: super(QarlRolloutActor, self).__init__(*args, **settings), self.name)
         fail_when_dead(self.llm, lambda: EngineNotReady(f"{self.name}: its process died{why_dead()}"))
         StrictSingleTurnExecutor.convert(self.executor, qarl_reward_timeout_s)
         # An engine of a benchmark has no tokenizer (skip_tokenizer_init), and no stop strings either.

@@ -161,6 +161,17 @@ def test_a_killed_process_ends_the_run_and_leaves_none(start, who):
     run.assert_gone()
 
 
+def test_an_engine_that_is_killed_while_it_starts_is_one_line(start):
+    run = start()
+    until = time.monotonic() + 200
+    while not (cores := [process for process in run.alive() if "VLLM::EngineCore" in command_line(process)]) and time.monotonic() < until:
+        time.sleep(0.02)
+    cores[0].kill()
+    assert run.process.wait(120) == 1
+    assert_one_line(run, f"engine 0: vLLM did not start: its process (pid {cores[0].pid}) was ended by SIGKILL")
+    run.assert_gone()
+
+
 REWARDS = {  # what the file holds before its function, the function's body, what the error says
     "raises": (
         "def inner():\n    raise KeyError('oops')\n",
@@ -213,8 +224,8 @@ def test_a_machine_that_fills_up_ends_the_run_with_one_line(start):
 
 @pytest.mark.parametrize(
     "how, send",
-    [(signal.SIGINT, os.kill), (signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg)],
-    ids=["interrupted", "terminated", "terminated with its Ray head"],
+    [(signal.SIGINT, os.kill), (signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg), (signal.SIGHUP, os.killpg)],
+    ids=["interrupted", "terminated", "terminated with its Ray head", "hung up"],
 )
 def test_a_signal_ends_the_run_with_one_line(start, how, send):
     run = start({"ckpt.save_steps": 1})

@@ -1,6 +1,10 @@
 """An engine that does not start says why, in the error that the driver sees."""
 
 import asyncio
+import multiprocessing
+import os
+import re
+import signal
 
 import pytest
 import ray
@@ -59,6 +63,32 @@ def test_a_start_whose_port_was_taken_is_tried_again(monkeypatch, causes, tries,
         with pytest.raises(EngineStartError, match=error):
             asyncio.run(started(start))
     assert len(calls) == tries
+
+
+ENDS = {  # what the engine's process does, what is told of it
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was ended by SIGKILL, by hand or by the kernel for want of main memory$"),
+    "terminated": (lambda: os.kill(os.getpid(), signal.SIGTERM), r"was ended by SIGTERM$"),
+    "exit": (lambda: os._exit(3), r"ended with exit code 3$"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_process_that_ends_while_it_starts_is_told_with_engine_pid_and_signal(monkeypatch, how):
+    """vLLM sees its pipe closed before there is an exit code, and its message has none."""
+    end, words = ENDS[how]
+    monkeypatch.setattr(start_error, "own_output", lambda: ["", ""])
+    before = multiprocessing.process.BaseProcess.start
+    made = []
+
+    async def start():
+        made.append(multiprocessing.get_context("fork").Process(target=end))
+        made[0].start()
+        raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+
+    with pytest.raises(EngineStartError) as raised:
+        asyncio.run(started(start, "engine 1"))
+    assert re.match(rf"engine 1: vLLM did not start: its process \(pid {made[0].pid}\) {words}", str(raised.value))
+    assert multiprocessing.process.BaseProcess.start is before
 
 
 def test_an_error_that_vllm_names_itself_is_tried_again_too(monkeypatch):
