@@ -157,11 +157,8 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
         _end_with([str(error)])
     ending.take()
     from qarl_openrlhf.actors.install import install
-    from qarl_openrlhf.actors.policy import quantized_directory
     from qarl_openrlhf.metrics.progress import follow
     from qarl_openrlhf.metrics.run_directory import open_run_directory
-    from qarl_openrlhf.patches.vllm_cpu import serve_command
-    from qarl_openrlhf.report import write_report
 
     if earlier := open_run_directory(args.metrics.dir, dict(flatten(args)), resume=args.ckpt.load_enable):
         print(f"note: {args.metrics.dir} had a run, which is now {earlier}")
@@ -189,12 +186,29 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
         # A head of our own ends with us, or has been ended by the same signal: Ray would look for it for a minute.
         if not ending.received or os.environ.get("RAY_ADDRESS"):
             runtime.release_placement_groups()
-    report = write_report({args.quant.scheme: [args.metrics.dir]}, args.metrics.dir)
-    print(report.text)
-    print(f"run directory: {args.metrics.dir} ({', '.join(path.name for path in report.pictures)})")
+    finish(args)
+
+
+def finish(args) -> None:
+    """Report, and say where everything is: what is there is told also where the report cannot be written, as an error and last."""
+    from qarl_openrlhf.actors.policy import quantized_directory
+    from qarl_openrlhf.patches.vllm_cpu import serve_command
+    from qarl_openrlhf.report import ReportError, write_report
+
+    problem = None
+    try:
+        report = write_report({args.quant.scheme: [args.metrics.dir]}, args.metrics.dir)
+        print(report.text)
+        print(f"run directory: {args.metrics.dir} ({', '.join(path.name for path in report.pictures)})")
+    except (OSError, ReportError) as error:
+        problem = error
     print(f"model: {args.ckpt.output_dir}")
     if args.quant.scheme != "bf16":
         print(f"quantized checkpoint, to serve it: {serve_command(quantized_directory(args))}")
+    if problem:
+        again = f"python -m qarl_openrlhf.cli.report {args.metrics.dir} --out DIRECTORY"
+        sys.stdout.flush()
+        sys.exit(f"train_qarl: error: training is done, but its report could not be written to {args.metrics.dir}: {problem}; {again} writes it elsewhere")
 
 
 def _own_objective(argv: list[str]) -> str | None:

@@ -2,9 +2,11 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from qarl_openrlhf import config
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.engine.engine_args import chosen, engine_args
+from qarl_openrlhf.metrics.writer import MetricsWriter
 from qarl_openrlhf.quant.scheme import QuantScheme
 from tests.tiny_models import save_tiny_model
 
@@ -42,6 +45,38 @@ def refusal(argv, capsys) -> str:
         train_qarl.resolve(argv)
     assert stopped.value.code == 2
     return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16:g32"])
+@pytest.mark.parametrize("room", [None, 100])
+def test_what_a_run_has_written_is_told_whether_or_not_its_report_can_be(tmp_path, capsys, scheme, room):
+    """A limit on the size of a file stands for a full disk: writing fails with an OSError either way."""
+    writer = MetricsWriter(str(tmp_path))
+    for step in (1, 2, 3):
+        writer.write(step, {"rollout/reward_mean": 0.1 * step, "timing/step_total": 1.0})
+    args = SimpleNamespace(
+        quant=SimpleNamespace(scheme=scheme), metrics=SimpleNamespace(dir=str(tmp_path)), ckpt=SimpleNamespace(output_dir="saved")
+    )
+    import qarl_openrlhf.report  # noqa: F401  what an import writes is not to be limited
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room or limits[0], limits[1]))
+    try:
+        if room:
+            with pytest.raises(SystemExit) as stopped:
+                train_qarl.finish(args)
+        else:
+            train_qarl.finish(args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().out
+    assert "\nmodel: saved\n" in f"\n{said}" and ("quantized checkpoint" in said) == (scheme != "bf16")
+    assert (tmp_path / "report.txt").exists() == ("run directory: " in said) == (room is None)
+    if room:
+        assert re.fullmatch(
+            rf"train_qarl: error: training is done, but its report could not be written to {tmp_path}: .*File too large.*; "
+            rf"python -m qarl_openrlhf.cli.report {tmp_path} --out DIRECTORY writes it elsewhere", stopped.value.code
+        )  # fmt: skip
 
 
 def test_every_openrlhf_flag_keeps_its_default():
