@@ -40,16 +40,22 @@ def reward_gain(run: Run) -> dict | None:
     return {"first": mean(first), "first_se": first_se, "last": mean(last), "last_se": last_se, "gain": gain, "z": z, "edge": edge}
 
 
+def _after_first(run: Run) -> tuple[Run, str]:
+    """The run without its first step, which warms up, and what says so in the name of a row; as it is where it has no other."""
+    if len(run.rows) < 2:
+        return run, ""
+    return Run(run.directory, run.rows[1:]), f", after step {run.rows[0]['step']}"
+
+
 def phase_seconds(run: Run, *, skip_first: bool = True) -> dict[str, float]:
     """Mean seconds a step by phase, and `other` (the rest of the step) and `step`. The first step, which warms up, is left out
     when there are others. Phases that were not measured are missing."""
-    rows = run.rows[1:] if skip_first and len(run.rows) > 1 else run.rows
-    shortened = Run(run.directory, rows)
+    shortened = _after_first(run)[0] if skip_first else run
     seconds = {}
     for label, name in PHASES:
         values = shortened.series(name)[1]
         if values:
-            seconds[label] = sum(values) / len(rows)
+            seconds[label] = sum(values) / len(shortened.rows)
     total = shortened.series("timing/step_total")[1]
     if total:
         seconds["step"] = mean(total)
@@ -86,12 +92,12 @@ def summary(run: Run) -> dict[str, str | None]:
     rows["codes changed a publish, mean"] = _average(run, "sync/changed_code_frac", share)
     total = run.series("sync/changed_code_frac_total")[1]
     rows["codes changed since the first publish"] = share(total[-1]) if total else None
-    rows["rollout tokens a second, mean"] = _average(run, "rollout/tok_per_s", "{:.0f}".format)
+    later, steps = _after_first(run)
+    rows[f"rollout tokens a second, mean{steps}"] = _average(later, "rollout/tok_per_s", "{:.0f}".format)
     seconds = phase_seconds(run)
     for label in [label for label, _ in PHASES] + ["other", "step"]:
-        rows[f"seconds a step: {label}" if label != "step" else "seconds a step"] = (
-            f"{seconds[label]:.2f}" if label in seconds else None
-        )
+        title = f"seconds a step{steps}" + (f": {label}" if label != "step" else "")
+        rows[title] = f"{seconds[label]:.2f}" if label in seconds else None
     return rows
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -15,6 +16,28 @@ from qarl_openrlhf.report.table import phase_seconds, reward_gain, table_text
 from tests.metrics.test_diagnostics import observed
 
 PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def row_titles(directory, steps) -> list[str]:
+    text = table_text({"a": [load_run(write_run(directory, steps=steps, extra={"rollout/tok_per_s": 10.0}))]})
+    return [line.split("│")[1].strip() for line in text.splitlines() if "│" in line]
+
+
+def test_figures_of_speed_are_of_the_same_steps_and_their_rows_say_which(tmp_path):
+    """The first step warms up; where it is the only one there is nothing to say."""
+    for steps, which in ((1, ""), (2, ", after step 1"), (12, ", after step 1")):
+        titles = row_titles(tmp_path / str(steps), steps)
+        speed = [title for title in titles if "a second" in title or "seconds a step" in title]
+        assert f"rollout tokens a second, mean{which}" in speed and f"seconds a step{which}" in speed
+        assert f"seconds a step{which}: generation" in speed and all(which in title for title in speed)
+        assert not any("after" in title for title in titles if title not in speed)
+
+
+def test_tokens_a_second_leave_the_first_step_out(tmp_path):
+    writer = MetricsWriter(str(tmp_path))
+    for step, speed in ((1, 1000.0), (2, 20.0), (3, 40.0)):
+        writer.write(step, {"rollout/tok_per_s": speed, "timing/step_total": 1.0})
+    assert re.search(r"tokens a second, mean, after step 1 +│ +30 ", table_text({"a": [load_run(tmp_path)]}))
 
 
 def write_run(directory, steps=12, start=0.2, slope=0.05, mismatch=0.05, extra=None):
