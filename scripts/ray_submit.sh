@@ -28,4 +28,19 @@ if [ -n "${QARL_PRINT_COMMAND:-}" ]; then
     echo
     exit
 fi
+# Asked first: of a cluster that is not there `ray job submit` makes five tracebacks. The last line is the error, others Ray's log.
+if ! said=$("$venv/bin/python" - "$address" 2>&1 <<'END'
+import sys
+
+from ray.job_submission import JobSubmissionClient
+
+try:
+    JobSubmissionClient(sys.argv[1])
+except Exception as error:
+    sys.exit(f"{sys.argv[1]}: {' '.join(str(error).split()).rstrip('.')}; give the dashboard of a running Ray cluster, http://HOST:8265")
+END
+); then
+    say "${said##*$'\n'}"
+    exit 1
+fi
 exec "${command[@]}"

@@ -106,6 +106,16 @@ def test_two_nodes_join_and_the_recipe_runs_on_the_first(tmp_path):
     )  # the dry run of the recipe, for 2 x 8 GPUs
 
 
+@pytest.mark.parametrize("address", ["http://localhost:1", "nonsense://host"])
+def test_ray_submit_to_no_cluster_is_one_line(address):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("QARL_", "RAY_"))} | {"QARL_VENV": str(Path(sys.executable).parents[1])}
+    command = ["bash", str(ROOT / "scripts" / "ray_submit.sh"), address, "train_qwen3_8b.sh", "--dry_run"]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"ray_submit: {address}: ") and line.endswith("; give the dashboard of a running Ray cluster, http://HOST:8265")
+
+
 @pytest.mark.slow
 def test_ray_submit_runs_a_recipe(dashboard):  # noqa: F811
     launcher(*dashboard)  # waits until the dashboard answers
