@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
