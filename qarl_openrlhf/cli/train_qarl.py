@@ -208,7 +208,8 @@ def finish(args) -> None:
     if problem:
         again = f"python -m qarl_openrlhf.cli.report {args.metrics.dir} --out DIRECTORY"
         sys.stdout.flush()
-        sys.exit(f"train_qarl: error: training is done, but its report could not be written to {args.metrics.dir}: {problem}; {again} writes it elsewhere")
+        failed = f"its report could not be written to {args.metrics.dir}: {problem}"
+        sys.exit(f"train_qarl: error: training is done, but {failed}; {again} writes it elsewhere")
 
 
 def _own_objective(argv: list[str]) -> str | None:
