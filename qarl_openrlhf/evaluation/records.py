@@ -80,8 +80,9 @@ class Records:
         self.path = directory / f"{task}.jsonl"
 
     def read(self) -> dict[int, dict]:
-        """{index: record}; a line that was cut off (the process was killed) counts as not there."""
-        return {record["index"]: record for record in read_objects(self.path)} if self.path.is_file() else {}
+        """{index: record}; a line that was cut off (the process was killed), or is no record, counts as not there."""
+        rows = read_objects(self.path) if self.path.is_file() else []
+        return {row["index"]: row for row in rows if row.keys() >= {"index", "problem", "label", "samples"}}
 
     def done(self, items: list[Item], k: int) -> dict[int, dict]:
         """Records that stand: of these items, with at least k samples. DataError if the set itself has changed."""

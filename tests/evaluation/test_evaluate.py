@@ -98,6 +98,14 @@ def test_a_stopped_run_goes_on_and_gives_the_same(tmp_path, made, grader):
     assert Runner(None, SETTINGS, tmp_path / "b", grader).run(items, 2)["k"] == 2  # fewer samples: nothing to sample
 
 
+def test_lines_that_are_no_records_count_as_not_there(tmp_path, made):
+    items = load_items(f"sums={made}")
+    good = {"index": 1, "problem": items[1].problem, "label": items[1].label, "samples": [{}]}
+    broken = ["{}", "[]", "7", "{", *(json.dumps({k: v for k, v in (good | {"index": 0}).items() if k != gone}) for gone in good)]
+    (tmp_path / "sums.jsonl").write_text("\n".join([*broken, json.dumps(good)]) + "\n")
+    assert Records(tmp_path, "sums").done(items, 1) == {1: good}
+
+
 def test_thinking_that_the_prompt_opened_is_no_answer(tmp_path, made, grader):
     settings = Settings(**SETTINGS.to_dict() | {"template": "{problem} = <think>"})
     scores = Runner(Scripted(), settings, tmp_path, grader).run(load_items(f"sums={made}"), 4)
