@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
         if self.remedy:
             return f"{self.flag} {self.shown or self.name}: {self.name} is {absent}: {self.remedy}"
         here = "directory" if self.kind == "models" else "file or directory"
-        enough = f" (for --dry_run --dry_run_gpu_gb GB one with its config.json is enough)" if self.flag == f"--{MODELS[0]}" else ""
+        enough = " (for --dry_run --dry_run_gpu_gb GB one with its config.json is enough)" if self.flag == f"--{MODELS[0]}" else ""
         return f"{self.flag} {self.name} is no {here} here and {absent}: name a local {here}{enough}, or download it first"
 
 

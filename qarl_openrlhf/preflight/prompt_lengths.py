@@ -11,7 +11,7 @@ LOOKED_AT = 1000  # prompts of each file, about a second
 
 
 def long_prompts(args) -> list[str]:
-    """A note for each local file (or pattern of files) of ``--data.prompt_dataset`` whose first prompts are partly longer than the room they have.
+    """A note for each local file, or pattern, of ``--data.prompt_dataset`` whose first prompts are partly longer than the room they have.
 
     The tokens are those that the engine gets: template applied, nothing added. ConfigError if none of them fits. Names on the hub, and
     models on the hub, are not looked at.

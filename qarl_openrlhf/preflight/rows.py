@@ -112,8 +112,10 @@ def _json(owner: str, path: str) -> Iterator[tuple[str, object]]:
             except RecursionError:
                 raise ConfigError(f"{owner} is nested too deeply to be read: write one object a line") from None
             else:
+                surrogates = _has_surrogates(text)
                 for number, row in enumerate(rows, 1):
-                    _check_text(f"{owner}, row {number}", text, row)
+                    if surrogates:
+                        _check_text(f"{owner}, row {number}", row)
                     yield f"row {number}", row
                 return
         file.seek(begin)
@@ -133,14 +135,18 @@ def _json(owner: str, path: str) -> Iterator[tuple[str, object]]:
                 raise ConfigError(f"{owner}, line {number} is not JSON: {error}; write one object a line") from None
             except RecursionError:
                 raise ConfigError(f"{owner}, line {number} is nested too deeply to be read: write one object a line") from None
-            _check_text(f"{owner}, line {number}", line, row)
+            if _has_surrogates(line):
+                _check_text(f"{owner}, line {number}", row)
             yield f"line {number}", row
 
 
-def _check_text(where: str, source: bytes, row) -> None:
+def _has_surrogates(source: bytes) -> bool:
+    """Whether a JSON text may have any, whole pairs or halves."""
+    return b"\\ud" in source or b"\\uD" in source
+
+
+def _check_text(where: str, row) -> None:
     """ConfigError for half of a surrogate pair, which JSON may have and neither the loader nor a tokenizer takes."""
-    if b"\\ud" not in source and b"\\uD" not in source:
-        return
     try:
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
