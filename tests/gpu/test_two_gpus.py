@@ -17,7 +17,7 @@ PARALLEL_EXPERTS = {"vllm.engine_args": '{"kv_cache_memory_bytes": 268435456, "e
 RUNS = {
     "zero2-two-engines": {"quant.scheme": "w4a16", "vllm.num_engines": 2, "ds.overlap_comm": True, **TWO},
     "zero3-two-engines-packed": {
-        "quant.scheme": "fp8", "vllm.num_engines": 2, "ds.zero_stage": 3, "ds.packing_samples": True, "ds.overlap_comm": True, **TWO,
+        "quant.scheme": "fp8", "vllm.num_engines": 2, "ds.zero_stage": 3, "ds.packing_samples": True, **TWO,
     },
     "zero3-tensor-parallel": {"quant.scheme": "w4a16", "ds.zero_stage": 3, **TWO, **ACROSS},
     "zero3-muon-average": {
