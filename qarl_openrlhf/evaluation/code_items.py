@@ -118,6 +118,8 @@ def decode_tests(text: str, where: str) -> list[Test]:
         for part in (part for test in tests for part in (test.input, test.output)):
             require_text(part, where)
         return tests
+    except DataError:
+        raise
     except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise DataError(
             f"{where}: no tests as LiveCodeBench writes them ({type(error).__name__}: {str(error)[:100]})"

@@ -75,10 +75,11 @@ def _no_draw_before_the_prompt_is_read() -> None:
     are longer than a batch. Here such a request draws from the engine's own generator, and its seed starts with its first token,
     whatever pieces its prompt came in.
     """
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's inherits from it
 
     vllms = original(GPUModelRunner, "sample_tokens")
+    if getattr(vllms, "_qarl", False):
+        return
 
     def sample_tokens(runner, grammar_output):
         batch = runner.input_batch
@@ -89,7 +90,8 @@ def _no_draw_before_the_prompt_is_read() -> None:
         finally:
             batch.generators.update(aside)
 
-    CPUModelRunner.sample_tokens = sample_tokens
+    sample_tokens._qarl = True
+    replace(GPUModelRunner, "sample_tokens", sample_tokens)
 
 
 def sample(logits: Tensor) -> Tensor:

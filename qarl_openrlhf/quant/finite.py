@@ -33,7 +33,9 @@ def require_in_files(directory: str | Path) -> None:
 
 
 def _finite(tensor: Tensor) -> bool:
-    if tensor.dtype == torch.float8_e4m3fn:  # has no minimum and no infinities; NaN is all ones behind the sign
+    if tensor.dtype == torch.float8_e4m3fn:  # no infinities; NaN is all ones behind the sign: no copy in float32
         return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
     low, high = torch.aminmax(tensor)  # both NaN if one value is; half of what isfinite costs, and no mask in memory
     return bool(torch.isfinite(low) & torch.isfinite(high))

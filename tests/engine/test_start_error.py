@@ -65,9 +65,14 @@ def test_a_start_whose_port_was_taken_is_tried_again(monkeypatch, causes, tries,
     assert len(calls) == tries
 
 
+def terminate() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's driver, which an earlier test may have started here, has a handler
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 ENDS = {  # what the engine's process does, what is told of it
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was ended by SIGKILL, by hand or by the kernel for want of main memory$"),
-    "terminated": (lambda: os.kill(os.getpid(), signal.SIGTERM), r"was ended by SIGTERM$"),
+    "terminated": (terminate, r"was ended by SIGTERM$"),
     "exit": (lambda: os._exit(3), r"ended with exit code 3$"),
 }
 
