@@ -16,6 +16,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job that a shell runs in the background ignores it, and so would its children
 
 
+@pytest.fixture(scope="module")
+def small_ray():
+    """A Ray head of two cores, for tests of what Ray makes of calls and errors."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_raylet_start_wait_time_s", "180")  # as runtime.COMMON_ENVIRONMENT: for a busy machine
+        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from qarl_openrlhf.data.reasoning_gym import DataError
+from qarl_openrlhf.data.surrogates import half_surrogate
 from qarl_openrlhf.rewards.answers import boxed
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "input")
@@ -33,12 +34,9 @@ def problem_and_label(row: dict, where: str) -> tuple[str, str]:
 
 
 def require_text(text: str, what: str) -> None:
-    r"""DataError for half of a surrogate pair, which JSON can write ("\ud800") and no tokenizer or file takes."""
-    try:
-        text.isascii() or text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = f"\\u{ord(text[error.start]):04x}"
-        raise DataError(f"{what} has {code} at character {error.start + 1}, half of a surrogate pair, which is no text: replace it") from None
+    """DataError for half of a surrogate pair."""
+    if found := half_surrogate(text):
+        raise DataError(f"{what} has {found[0]} at character {found[1] + 1}, half of a surrogate pair, which is no text: replace it")
 
 
 def _problem(value) -> str:

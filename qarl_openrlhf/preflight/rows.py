@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.data.surrogates import half_surrogate
 
 LIMIT = 200_000  # rows that are looked at one by one, about two seconds; the rest of a larger file is only counted
 CSV_ROWS = 10_000  # what the loader reads at a time, and has the types of a column from
@@ -146,12 +147,9 @@ def _has_surrogates(source: bytes) -> bool:
 
 
 def _check_text(where: str, row) -> None:
-    """ConfigError for half of a surrogate pair, which JSON may have and neither the loader nor a tokenizer takes."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise ConfigError(f"{where} has {half}, half of a surrogate pair, which is no character: remove it") from None
+    """ConfigError for half of a surrogate pair anywhere in a row."""
+    if found := half_surrogate(json.dumps(row, ensure_ascii=False)):
+        raise ConfigError(f"{where} has {found[0]}, half of a surrogate pair, which is no character: remove it")
 
 
 def _count_tables(checker: RowChecker, tables: Iterator, columns: dict[str, type] | None) -> int:

@@ -10,15 +10,6 @@ from qarl_openrlhf.actors.install import _Group
 from qarl_openrlhf.metrics.startup import Startup
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_raylet_start_wait_time_s", "180")  # as runtime.COMMON_ENVIRONMENT: for a busy machine
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 class Engine:
     def __init__(self, directory: Path):
         self.directory = directory
@@ -54,14 +45,14 @@ def learner(tmp_path, monkeypatch):
     return Learner
 
 
-def test_a_learners_process_starts_beside_engines_and_loads_while_they_sleep(cluster, tmp_path, learner):
+def test_a_learners_process_starts_beside_engines_and_loads_while_they_sleep(small_ray, tmp_path, learner):
     engine = ray.remote(num_cpus=0)(Engine).remote(tmp_path)
     _Group.load_after([engine], "sleep")
     learners = _Group(1, 1, learner, num_gpus_per_actor=0)
     assert ray.get(learners.async_init_model_from_pretrained()) == [True]
 
 
-def test_an_engine_that_cannot_start_ends_the_start(cluster, tmp_path, learner):
+def test_an_engine_that_cannot_start_ends_the_start(small_ray, tmp_path, learner):
     _Group.load_after([ray.remote(num_cpus=0)(Engine).remote(tmp_path)], "no_memory")
     learners = _Group(1, 1, learner, num_gpus_per_actor=0)
     with pytest.raises(MemoryError, match="engine"):

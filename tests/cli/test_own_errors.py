@@ -13,15 +13,6 @@ from qarl_openrlhf.engine.start_error import EngineStartError
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_raylet_start_wait_time_s", "180")  # as runtime.COMMON_ENVIRONMENT: for a busy machine
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 def own_classes() -> list[type]:
     """Every error of this package. Found in its text: Ray's workers import this file, and should not import all of that."""
     found = []
@@ -59,7 +50,7 @@ class Actor:
         ray.get(other.call.remote(*arguments))
 
 
-def test_what_ray_makes_of_them(cluster):
+def test_what_ray_makes_of_them(small_ray):
     def met(call, *arguments) -> Exception:
         with pytest.raises(ray.exceptions.RayError) as raised:
             ray.get(call.remote(*arguments), timeout=100)

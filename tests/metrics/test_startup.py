@@ -20,26 +20,20 @@ def test_waiting_is_said_at_both_ends():
     assert lines[2:] == ["start: engine ..."]
 
 
-def test_what_others_wait_for_is_watched(monkeypatch):
+def test_what_others_wait_for_is_watched(small_ray):
     import ray
 
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # as runtime.COMMON_ENVIRONMENT: for a busy machine
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, logging_level="ERROR", log_to_driver=False)
-    try:
+    @ray.remote(num_cpus=0)
+    def load(seconds: float, fails: bool = False):
+        time.sleep(seconds)
+        if fails:
+            raise ValueError("no such model")
 
-        @ray.remote(num_cpus=0)
-        def load(seconds: float, fails: bool = False):
-            time.sleep(seconds)
-            if fails:
-                raise ValueError("no such model")
-
-        lines = []
-        startup = Startup(show=lambda line, flush: lines.append(line))
-        startup.watch("engine 0 starts vLLM", "engine 0 ready", [load.remote(0.3), load.remote(1.2)])
-        startup.watch("learner loads its model", "learner ready", [load.remote(0.1, fails=True)])
-        for watcher in startup.watchers:
-            watcher.join(60)
-        assert lines[:2] == ["start: engine 0 starts vLLM ...", "start: learner loads its model ..."]
-        assert [re.sub(r"\d+ s$", "N s", line) for line in lines[2:]] == ["start: engine 0 ready, N s"]
-    finally:
-        ray.shutdown()
+    lines = []
+    startup = Startup(show=lambda line, flush: lines.append(line))
+    startup.watch("engine 0 starts vLLM", "engine 0 ready", [load.remote(0.3), load.remote(1.2)])
+    startup.watch("learner loads its model", "learner ready", [load.remote(0.1, fails=True)])
+    for watcher in startup.watchers:
+        watcher.join(60)
+    assert lines[:2] == ["start: engine 0 starts vLLM ...", "start: learner loads its model ..."]
+    assert [re.sub(r"\d+ s$", "N s", line) for line in lines[2:]] == ["start: engine 0 ready, N s"]
