@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
 
 from qarl_openrlhf.engine import cpu_method, gpu_layers, layout
 from qarl_openrlhf.sync.errors import ManifestError
@@ -37,7 +38,8 @@ class GpuTarget:
 
     can_read_back = False  # a repacked weight has no checkpoint bytes any more
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, config: VllmConfig):
+        self.config = config
         self.modules = dict(model.named_modules())
         self.slots = layout.slots(model, gpu_layers.checkpoint_parameters)
         self.expected = Counter(slot.layer for slot in self.slots.values())
@@ -59,11 +61,12 @@ class GpuTarget:
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            slot = self.slots[name]
-            layer = self.layers[slot.layer]
-            slot.place(layer.parameter(slot.attribute)).copy_(slot.part.of(tensor), non_blocking=True)
-            layer.arrived()
+        with set_current_vllm_config(self.config):  # as when vLLM loads: W4A8's experts make an operation that asks for it
+            for name, tensor in tensors.items():
+                slot = self.slots[name]
+                layer = self.layers[slot.layer]
+                slot.place(layer.parameter(slot.attribute)).copy_(slot.part.of(tensor), non_blocking=True)
+                layer.arrived()
 
     def finish(self) -> None:
         unfinished = [path for path, layer in self.layers.items() if layer.missing]
@@ -72,10 +75,10 @@ class GpuTarget:
             raise ManifestError(f"layer {unfinished[0]} has not got all of its tensors")
 
 
-def target_for(model: nn.Module) -> CpuTarget | GpuTarget:
-    """The target of a loaded model."""
+def target_for(model: nn.Module, config: VllmConfig) -> CpuTarget | GpuTarget:
+    """The target of a loaded model; config: the one it was loaded with."""
     if cpu_method.is_in_place(model):
         return CpuTarget(model)
     if next(model.parameters()).is_cuda:
-        return GpuTarget(model)
+        return GpuTarget(model, config)
     raise NotImplementedError("this CPU engine's layers repack their weights; only the method 'qarl' updates in place")

@@ -125,7 +125,7 @@ class QarlWeightTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
         if self.group is None:
             raise RuntimeError("a weight update was started before the engine joined a transport group")
         if self.target is None:
-            self.target = target_for(self.model)
+            self.target = target_for(self.model, self.vllm_config)
         if self.verify == "readback" and not self.target.can_read_back:
             raise RuntimeError(
                 "verify readback compares the bytes in the engine's parameters with those sent, but this engine's kernels keep "

@@ -24,6 +24,8 @@ RUNS = {
     "w4a8": {"quant.scheme": "w4a8"},
     "moe-w4a16": {"quant.scheme": "w4a16"},
     "moe-fp8": {"quant.scheme": "fp8"},
+    "moe-w8a8": {"quant.scheme": "w8a8"},
+    "moe-w4a8": {"quant.scheme": "w4a8"},
     "w4a16-packed": {"quant.scheme": "w4a16", "ds.packing_samples": True},
 }
 if find_spec("liger_kernel"):
@@ -37,6 +39,8 @@ PRODUCTS = {
     "w4a8": {"w8a8_gemm": 14},
     "moe-w4a16": {"library BF16": 8, "library BF16 grouped": 4},
     "moe-fp8": {"w8a8_gemm": 8, "_scaled_grouped_mm": 4},
+    "moe-w8a8": {"w8a8_gemm": 8, "grouped_w8a8": 4},
+    "moe-w4a8": {"w8a8_gemm": 8, "_scaled_grouped_mm": 4},
     "w4a16-packed": {"library BF16": 14},
     "fp8-liger": {"w8a8_gemm": 14},
     "moe-w4a16-liger": {"library BF16": 8, "library BF16 grouped": 4},

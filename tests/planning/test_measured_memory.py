@@ -16,9 +16,12 @@ from qarl_openrlhf.quant.scheme import QuantScheme
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
+BOTH = ("8b_1gpu", "8b_2gpu", "30b-a3b_1gpu", "30b-a3b_2gpu", "8b_zero3_2gpu", "30b-a3b_zero3_2gpu")
+RUNS = [*((name, scheme) for name in BOTH for scheme in ("bf16", "w4a16")), ("8b_zero2_2gpu_b", "w4a16"), ("8b_zero3_2gpu_b", "w4a16")]
+
+
 @pytest.mark.parametrize("depth", [0, -1], ids=["shallow", "deep"])
-@pytest.mark.parametrize("name", ["8b_1gpu", "8b_2gpu", "30b-a3b_1gpu", "30b-a3b_2gpu", "8b_zero3_2gpu", "30b-a3b_zero3_2gpu"])
+@pytest.mark.parametrize("name, scheme", RUNS)
 def test_a_learners_peak_is_within_15_percent(name, depth, scheme, tmp_path):
     """Micro-batches of as many tokens as the flags allow were estimated, of those there are by chance measured."""
     found = json.loads((RESULTS / f"step_{name}_h200.json").read_text())
