@@ -21,11 +21,11 @@ FORMULA = (
 
 
 def unit_seconds(piece: dict, phase: str) -> float:
-    """Of a learner's piece: seconds a token, of an optimizer step, or of quantizing once; the median of its runs.
+    """Of a learner's piece: seconds a token, of an optimizer step, or of quantizing once: its median run (of two the faster; the first after a start may meet a stall).
 
     A measured rollout of n updates quantizes n - 1 times: it begins with the weights of the last publish.
     """
-    seconds = statistics.median(run[phase] for run in piece["runs"])
+    seconds = statistics.median_low(run[phase] for run in piece["runs"])
     if phase in TOKEN_PHASES:
         return seconds / piece["tokens"]
     return seconds / (piece["updates"] if phase == OPTIMIZER else piece["updates"] - 1)

@@ -93,6 +93,13 @@ def test_a_step_is_assembled_as_its_formula_says(pieces):
     assert step["async"] == pytest.approx(max(20, learner) + 0.2)
 
 
+def test_a_stall_in_one_of_two_runs_does_not_move_the_line(pieces):
+    before = tables.assemble(pieces, "w4a16", "fixed", WORKLOAD, 36)
+    first, second = pieces["learner/w4a16/fixed/4"]["runs"]
+    pieces["learner/w4a16/fixed/4"]["runs"] = [{phase: 2 * seconds for phase, seconds in first.items()}, second]
+    assert tables.assemble(pieces, "w4a16", "fixed", WORKLOAD, 36) == before
+
+
 def test_rollout_only_is_the_bf16_learner_with_the_quantized_engine(pieces):
     steps = {s: tables.assemble(pieces, s, "fixed", WORKLOAD, 36) for s in ("bf16", "w4a16", "w4a16:rollout")}
     assert learner_scheme("w4a16:rollout") == "bf16"
