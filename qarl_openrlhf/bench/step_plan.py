@@ -89,7 +89,7 @@ class Model:
         return Bounds(found, self.shape, QuantScheme.parse(scheme), self.newton_schulz, experts, each)
 
 
-def learner_problem(args, model: Model, card_bytes: int | None, layers: int, world: int = 1) -> str | None:
+def learner_problem(args, model: Model, card_bytes: int | None, layers: int) -> str | None:
     """Why a learner of so many layers does not fit, with what would; None if it does or there is no card to compare with."""
     if card_bytes is None:
         return None

@@ -289,7 +289,7 @@ def _failed(results: Results, names: list[str], error: Exception) -> None:
 def summarize(job: Job, pieces: dict, learner: dict) -> dict:
     """Print the tables of what there is; {kind: {steps, ratios, roofline, fits}}. learner: its settings."""
     summary: dict = {"formula": tables.FORMULA}
-    optimizer = "adam" if "adam" in learner["flags"] else "muon"
+    optimizer = "adam" if {"adam", "--actor.optim=adam"} & set(learner["flags"]) else "muon"
     sharded = "the optimizer unsharded on one" if learner["world"] == 1 else f"ZeRO over {learner['world']}"
     for kind in job.args.lengths:
         steps = {s: tables.assemble(pieces, s, kind, job.workload, job.full) for s in job.schemes}

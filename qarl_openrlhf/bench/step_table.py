@@ -21,9 +21,10 @@ FORMULA = (
 
 
 def unit_seconds(piece: dict, phase: str) -> float:
-    """Of a learner's piece: seconds a token, of an optimizer step, or of quantizing once: its median run (of two the faster; the first after a start may meet a stall).
+    """Of a learner's piece: seconds a token, of an optimizer step, or of quantizing once; the median of its runs, of two the less.
 
-    A measured rollout of n updates quantizes n - 1 times: it begins with the weights of the last publish.
+    Each phase by itself: a stall in one run, as the first after a start may meet, then moves nothing. A measured rollout of n
+    updates quantizes n - 1 times: it begins with the weights of the last publish.
     """
     seconds = statistics.median_low(run[phase] for run in piece["runs"])
     if phase in TOKEN_PHASES:

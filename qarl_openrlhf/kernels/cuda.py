@@ -129,7 +129,7 @@ def quantized_linear(x: Tensor, packed, copy: Tensor | None, bias: Tensor | None
     codes, x_scale = codes.view(m, k), x_scale.view(m, 1)
     copy, channel = _eight_bit_weight(packed, copy)
     late_bias = scheme.name == "w4a8"  # vLLM's W4A8 kernel adds it after rounding
-    kernel, why = _eight_bit_kernel(scheme.activation_format, m, n, k, own, x.device)
+    kernel, why = _eight_bit_kernel(scheme.activation_format, n, k, own, x.device)
     _note(scheme, m, n, k, kernel, why)
     if kernel == "w8a8_gemm":
         y = w8a8_gemm(codes, x_scale, copy, channel, bias, late_bias)
@@ -212,7 +212,7 @@ def _grouped_kernel(fmt: str, n: int, k: int, device: torch.device) -> tuple[str
     return "_scaled_grouped_mm", "the library's, for Hopper"
 
 
-def _eight_bit_kernel(fmt: str, m: int, n: int, k: int, own: bool, device: torch.device) -> tuple[str, str]:
+def _eight_bit_kernel(fmt: str, n: int, k: int, own: bool, device: torch.device) -> tuple[str, str]:
     if fmt == "int8":
         if _hopper(device):
             return "w8a8_gemm", "scales in the epilogue; the library's product writes int32"

@@ -50,20 +50,31 @@ class Tuner:
     def load(cls) -> None:
         card = torch.cuda.get_device_name().replace(" ", "-")
         cls.path = cls.directory / f"autotune-{card}-triton{triton.__version__}.json"
+        cls.choices = cls._stored()
+
+    @classmethod
+    def _stored(cls) -> dict[str, Config]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # none yet, another user's, or broken
             stored = json.loads(cls.path.read_text())
-            cls.choices = {key: Config(tuple(c["sizes"]), c["warps"], c["stages"]) for key, c in stored.items()}
+            return {key: Config(tuple(c["sizes"]), c["warps"], c["stages"]) for key, c in stored.items()}
+        return {}
 
     @classmethod
     def save(cls) -> None:
-        """Replace the file in one step, so that ranks tuning side by side never leave a broken one."""
+        """Replace the file in one step, with what other ranks have found meanwhile: those that tune side by side leave no broken one."""
         if not cls.writable:
             return
         try:
             cls.path.parent.mkdir(parents=True, exist_ok=True)
+            choices = cls._stored() | cls.choices
             with tempfile.NamedTemporaryFile("w", dir=cls.path.parent, delete=False) as file:
-                json.dump({key: c.__dict__ for key, c in sorted(cls.choices.items())}, file, indent=1)
-            os.replace(file.name, cls.path)
+                try:
+                    json.dump({key: c.__dict__ for key, c in sorted(choices.items())}, file, indent=1)
+                    file.flush()
+                    os.replace(file.name, cls.path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
         except OSError as error:
             cls.writable = False
             log.warning("block sizes of kernels are not kept for later runs: %s cannot be written (%s)", cls.path, error)

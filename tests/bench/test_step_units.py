@@ -93,10 +93,13 @@ def test_a_step_is_assembled_as_its_formula_says(pieces):
     assert step["async"] == pytest.approx(max(20, learner) + 0.2)
 
 
-def test_a_stall_in_one_of_two_runs_does_not_move_the_line(pieces):
+@pytest.mark.parametrize("stalled", [(TRAIN, 0), (OLD, 1), (OPTIMIZER, 0)])
+def test_a_stall_in_one_of_two_runs_does_not_move_the_line(pieces, stalled):
     before = tables.assemble(pieces, "w4a16", "fixed", WORKLOAD, 36)
-    first, second = pieces["learner/w4a16/fixed/4"]["runs"]
-    pieces["learner/w4a16/fixed/4"]["runs"] = [{phase: 2 * seconds for phase, seconds in first.items()}, second]
+    phase, index = stalled
+    runs = [dict(run) for run in pieces["learner/w4a16/fixed/4"]["runs"]]
+    runs[index][phase] *= 2
+    pieces["learner/w4a16/fixed/4"]["runs"] = runs
     assert tables.assemble(pieces, "w4a16", "fixed", WORKLOAD, 36) == before
 
 

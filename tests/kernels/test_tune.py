@@ -50,6 +50,22 @@ def test_a_broken_file_counts_as_none_and_is_replaced(tuner, text):
     assert len(json.loads(path.read_text())) == 1
 
 
+def test_ranks_that_tune_side_by_side_keep_each_others_choices(tuner):
+    tuner(("bf16", 64))
+    Tuner.choices = {}  # a rank that had started before there was a file
+    tuned("kernel", ("bf16", 128), CANDIDATES, lambda config: None)
+    assert tuner(("bf16", 64))[1] == tuner(("bf16", 128))[1] == 0
+
+
+def test_a_disk_that_fills_up_leaves_no_pieces(tuner, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    assert tuner() == (CANDIDATES[1], 2) and "No space left" in caplog.text
+    assert not list(Tuner.directory.iterdir())
+
+
 def test_a_directory_of_another_user_is_not_needed(tuner, monkeypatch, caplog):
     """Tests may run as root, to whom nothing is forbidden."""
 
