@@ -15,7 +15,7 @@ from qarl_openrlhf.checkpoint.facts import facts_of
 from qarl_openrlhf.checkpoint.flags import deciding, flatten
 from qarl_openrlhf.checkpoint.prompts import position
 from qarl_openrlhf.checkpoint.state import random_state, rank_file
-from qarl_openrlhf.checkpoint.write import rotate, write_checkpoint
+from qarl_openrlhf.checkpoint.write import rotate_together, write_checkpoint
 from qarl_openrlhf.kernels import dispatch
 from qarl_openrlhf.optim import adam8bit, muon
 from qarl_openrlhf.patches.rotary import restore_frequencies
@@ -119,8 +119,11 @@ class QarlStrategy(DeepspeedStrategy):
         if self.is_rank_0():
             # Where OpenRLHF looks for it when it chooses what to remove.
             self._write_ckpt_metric(os.path.join(save_dir, tag), metric_value, metric_key=metric_key)
-            for removed in rotate(Path(save_dir), tag, keep=max_num, max_gb=max_mem, metric=self._read_ckpt_metric):
-                self.print(f"removed checkpoint {os.path.join(save_dir, removed)}")
+            # A run without a critic may have the directory of an earlier one's, which gets no checkpoint any more.
+            models = ["_actor", "_critic"] if self.args.critic.model_name_or_path else [Path(save_dir).name]
+            directories = [Path(save_dir).with_name(model) for model in models]
+            for removed in rotate_together(directories, tag, keep=max_num, max_gb=max_mem, metric=self._read_ckpt_metric):
+                self.print(f"removed checkpoint {removed}")
 
     def load_ckpt(self, model, load_dir, tag=None, **kwargs):
         """OpenRLHF's, of the checkpoint that was chosen before the run began; ``self.loaded_state`` is what this rank had saved."""

@@ -1,6 +1,8 @@
 """Which checkpoint a run goes on from: the newest that is whole, for every model that has one."""
 
+import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +35,18 @@ def tags(directory: Path) -> list[str]:
     return sorted(found, key=lambda tag: (-step_of(tag), tag.startswith("best")))
 
 
+def finish_partial(directory: Path) -> None:
+    """Give a checkpoint its name whose writer was killed between its last file and its renaming.
+
+    One that is written again has had its name taken away for a moment, and then this may be the only one that is left.
+    """
+    for partial in directory.glob(f"*{manifest.PARTIAL}"):
+        final = partial.with_name(partial.name.removesuffix(manifest.PARTIAL))
+        if step_of(final.name) is not None and not final.exists() and manifest.read(partial):
+            with suppress(FileNotFoundError):  # its writer lives, and has done it
+                os.replace(partial, final)
+
+
 def choose(path: str | Path, models: list[str], *, facts: dict, own: dict | None = None, tag: str | None = None) -> Choice:
     """The newest checkpoint under ``path`` that is whole for each of ``models`` ("_actor", "_critic").
 
@@ -46,6 +60,8 @@ def choose(path: str | Path, models: list[str], *, facts: dict, own: dict | None
             written with other ``facts``.
     """
     path = Path(path)
+    for model in models:
+        finish_partial(path / model)
     every = tags(path / models[0])
     if tag is not None:
         if tag not in every:

@@ -3,7 +3,8 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
-from qarl_openrlhf.checkpoint.find import tags
+from qarl_openrlhf.checkpoint.find import finish_partial, tags
 from qarl_openrlhf.checkpoint.state import rank_file
 from qarl_openrlhf.data.files import atomic_file
 
@@ -58,9 +59,20 @@ def write_checkpoint(engine, directory: str | Path, tag: str, *, client_state: d
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove what an interrupted write or removal has left."""
+    """Remove what an interrupted write or removal has left, but for a checkpoint that only lacks its name."""
+    finish_partial(directory)
     for left in directory.glob(f"*{manifest.PARTIAL}"):
         shutil.rmtree(left)
+
+
+def rotate_together(directories: Iterable[Path], written: str, **how) -> list[Path]:
+    """:func:`rotate` each of a run's models, once all of them hold ``written``: until then the one before it is the newest that a
+    resume can take. The last model to finish does it for all; where two finish at once, each removes what the other has left.
+    """
+    directories = list(directories)
+    if any(manifest.read(directory / written) is None for directory in directories):
+        return []
+    return [directory / tag for directory in directories for tag in rotate(directory, written, **how)]
 
 
 def rotate(directory: Path, written: str, *, keep: int, max_gb: float, metric: Callable[[str], float | None]) -> list[str]:
@@ -85,18 +97,29 @@ def rotate(directory: Path, written: str, *, keep: int, max_gb: float, metric: C
     while order and (sum(tag in left for tag in regular) > keep or sum(left.values()) > max_gb * 2**30):
         left.pop(order[0])
         removed.append(order.pop(0))
-    for tag in removed:
-        shutil.rmtree(_set_aside(directory / tag))
-    return removed
+    return [tag for tag in removed if _remove(directory / tag)]
 
 
 def _take_place(partial: Path, final: Path) -> None:
     """Rename; a checkpoint of that name, of a run whose last steps are being repeated, makes way."""
     earlier = _set_aside(final) if final.exists() else None
-    os.replace(partial, final)
+    try:
+        os.replace(partial, final)
+    except FileNotFoundError:
+        if not final.exists():  # else a run that is about to be refused the directory has looked for checkpoints just now
+            raise
     _sync_directory(final.parent)
     if earlier:
         shutil.rmtree(earlier)
+
+
+def _remove(checkpoint: Path) -> bool:
+    """False if another process has taken it."""
+    try:
+        shutil.rmtree(_set_aside(checkpoint), ignore_errors=True)  # two may be at it, and the next write tries again
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _set_aside(directory: Path) -> Path:
@@ -116,7 +139,12 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    size = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):  # another model's process removes it
+                size += os.path.getsize(os.path.join(folder, name))
+    return size
 
 
 def _check_space(directory: Path, engine) -> None:

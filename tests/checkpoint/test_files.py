@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
@@ -13,7 +15,7 @@ from qarl_openrlhf.checkpoint.facts import facts_of
 from qarl_openrlhf.checkpoint.find import choose, step_of, tags
 from qarl_openrlhf.checkpoint.flags import deciding, flatten
 from qarl_openrlhf.checkpoint.prompts import position
-from qarl_openrlhf.checkpoint.write import remove_partial, rotate
+from qarl_openrlhf.checkpoint.write import remove_partial, rotate, rotate_together, write_checkpoint
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.metrics.run_directory import open_run_directory
 from qarl_openrlhf.preflight.resume import choose_checkpoint
@@ -301,3 +303,123 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
     make(tmp_path, "global_step2")
     remove_partial(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step2"]
+
+
+def test_a_complete_one_that_only_lacks_its_name_gets_it(tmp_path):
+    """One that was being written again has a torn or a whole copy aside; the copy is never taken."""
+    make(tmp_path / "_actor", "global_step2.partial")
+    make(tmp_path / "_actor", "global_step2.old.partial")
+    make(tmp_path / "_actor", "global_step1.old.partial")
+    assert choose(tmp_path, ["_actor"], facts=FACTS).tag == "global_step2"
+    remove_partial(tmp_path / "_actor")
+    assert os.listdir(tmp_path / "_actor") == ["global_step2"]
+
+
+class Killed(BaseException):
+    pass
+
+
+class Kill:
+    """Ends the writer at its n-th renaming or removal, or halfway through that removal."""
+
+    def __init__(self, monkeypatch, at: int):
+        self.left = at
+        replace, rmtree = os.replace, shutil.rmtree
+        monkeypatch.setattr(os, "replace", lambda *names: (self.count(), replace(*names)))
+        monkeypatch.setattr(shutil, "rmtree", lambda path, **how: (self.count(), self.half(path), rmtree(path, **how)))
+
+    def count(self):
+        self.left -= 1
+        if self.left == 0:
+            raise Killed
+
+    def half(self, path):
+        if self.left == 1 and os.path.isdir(path):
+            for name in os.listdir(path)[:1]:
+                os.unlink(os.path.join(path, name))
+        self.count()
+
+
+class Engine:
+    """DeepSpeed's, with a file for its state."""
+
+    module = SimpleNamespace(parameters=list)
+
+    def save_checkpoint(self, directory, *, tag, client_state, save_latest):
+        with open(os.path.join(directory, tag, "states.pt"), "wb") as file:
+            file.write(b"x" * 1000)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save(path, models, tag):
+    """As the strategy does, one model after the other: each is done before the next has begun."""
+    for model in models:
+        write_checkpoint(Engine(), path / model, tag, client_state={}, rank_state={}, facts=FACTS)
+        rotate_together([path / other for other in models], tag, keep=1, max_gb=1, metric=metric_of)
+
+
+@pytest.mark.parametrize("models", [["_actor"], ["_actor", "_critic"], ["_critic", "_actor"]], ids=" ".join)
+def test_a_run_that_keeps_one_and_is_killed_anywhere_has_one_to_go_on_from(tmp_path, monkeypatch, one_process, models):
+    """In every renaming and removal of a new step, of one that is written again, and of OpenRLHF's "best" one."""
+    for at in range(1, 100):
+        path = tmp_path / str(at)
+        save(path, models, "global_step1")
+        with monkeypatch.context() as patch:
+            kill = Kill(patch, at)
+            try:
+                for tag in ("global_step2", "global_step2", "best_global_step2", "best_global_step3", "global_step3"):
+                    save(path, models, tag)
+            except Killed:
+                pass
+        assert choose(path, models, facts=FACTS).tag
+        for tag in ("best_global_step4", "global_step4"):
+            save(path, models, tag)
+        left = {model: sorted(os.listdir(path / model)) for model in models}
+        assert left == {model: ["best_global_step4", "global_step4", "latest"] for model in models}, at
+        if kill.left > 0:
+            break
+    assert 20 < at < 99
+
+
+def test_a_critic_that_no_run_has_any_more_holds_nothing_back(tmp_path):
+    for step in (1, 2):
+        make(tmp_path / "_actor", f"global_step{step}")
+    make(tmp_path / "_critic", "global_step1")
+    how = {"keep": 1, "max_gb": 1, "metric": metric_of}
+    assert rotate_together([tmp_path / "_actor", tmp_path / "_critic"], "global_step2", **how) == []
+    assert rotate_together([tmp_path / "_actor"], "global_step2", **how) == [tmp_path / "_actor" / "global_step1"]
+
+
+def test_two_models_that_finish_at_once_remove_the_same_ones(tmp_path, monkeypatch):
+    """Each finds, at any moment, what it wanted to size up, set aside or remove gone by the other's hand."""
+    how = {"keep": 1, "max_gb": 1, "metric": metric_of}
+    for at in range(1, 20):
+        directories = [tmp_path / str(at) / model for model in ("_actor", "_critic")]
+        for directory in directories:
+            for step in (1, 2, 3):
+                make(directory, f"global_step{step}", size=10)
+        left, done = at, []
+
+        def other(call):
+            def wrapped(*args, **kwargs):
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    done.extend(rotate_together(directories, "global_step3", **how))
+                return call(*args, **kwargs)
+
+            return wrapped
+
+        with monkeypatch.context() as patch:
+            for module, name in ((os, "replace"), (os.path, "getsize"), (shutil, "rmtree")):
+                patch.setattr(module, name, other(getattr(module, name)))
+            done.extend(rotate_together(directories, "global_step3", **how))
+        assert [tags(directory) for directory in directories] == [["global_step3"]] * 2
+        assert sorted(done) == sorted(directory / f"global_step{step}" for directory in directories for step in (1, 2))
+        assert all(os.listdir(directory) == ["global_step3"] for directory in directories)
