@@ -1,11 +1,15 @@
-"""Prompts that are too long for the run: OpenRLHF drops their beginning, where the instruction is, and says so in a worker's log."""
+"""Prompts as tokens. Of those that are too long for the run OpenRLHF drops the beginning, where the instruction is, and says so in a
+worker's log; those that do not come back from their tokens as they were, our rewards cannot tell from the response.
+"""
 
 import os
 from itertools import islice
+from unicodedata import normalize
 
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.preflight.prompts import files_of
-from qarl_openrlhf.preflight.rows import rows_of
+from qarl_openrlhf.preflight.rows import UNREAD, rows_of
+from qarl_openrlhf.rewards import answers
 
 LOOKED_AT = 1000  # prompts of each file, about a second
 
@@ -13,8 +17,8 @@ LOOKED_AT = 1000  # prompts of each file, about a second
 def long_prompts(args) -> list[str]:
     """A note for each local file, or pattern, of ``--data.prompt_dataset`` whose first prompts are partly longer than the room they have.
 
-    The tokens are those that the engine gets: template applied, nothing added. ConfigError if none of them fits. Names on the hub, and
-    models on the hub, are not looked at.
+    The tokens are those that the engine gets: template applied, nothing added. ConfigError if none of them fits, and for a prompt that
+    a reward of ours would not know again in the decoded text. Names on the hub, and models on the hub, are not looked at.
     """
     model = args.actor.model_name_or_path
     if not os.path.isdir(model):
@@ -31,7 +35,12 @@ def long_prompts(args) -> list[str]:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
-        lengths = [len(ids) for ids in tokenizer(_texts(args.data, path, files, tokenizer), add_special_tokens=False)["input_ids"]]
+        texts = _texts(args.data, path, files, tokenizer)
+        tokens = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        if _reward_is_ours(args):
+            for number, (text, ids) in enumerate(zip(texts, tokens, strict=True), 1):
+                _check_known_again(f"--data.prompt_dataset {path}, prompt {number}", text, tokenizer.decode(ids, skip_special_tokens=False), model)
+        lengths = [len(ids) for ids in tokens]
         if not (long := [length for length in lengths if length > room]):
             continue
         less = "" if response is None else f" less --rollout.max_new_tokens {response}"
@@ -45,9 +54,30 @@ def long_prompts(args) -> list[str]:
     return notes
 
 
+def _reward_is_ours(args) -> bool:
+    """A file of ``rewards/``, all of which look for the prompt in the decoded text."""
+    entries = [] if args.train.agent_func_path else args.reward.remote_url or []
+    return os.path.dirname(os.path.realpath(answers.__file__)) in [os.path.dirname(os.path.realpath(entry)) for entry in entries]
+
+
+def _check_known_again(where: str, prompt: str, decoded: str, model: str) -> None:
+    """ConfigError unless :func:`answers.response_of` finds the whole prompt in what its tokens decode to."""
+    try:
+        rest = answers.response_of(decoded, prompt)
+    except ValueError:
+        rest = None
+    if rest != "":
+        given, got = normalize("NFC", prompt), normalize("NFC", decoded)
+        at = len(os.path.commonprefix([given, got]))
+        raise ConfigError(
+            f"{where}: the tokenizer of {model} does not give it back as it was (it makes {got[at : at + 40]!r} of {given[at : at + 40]!r}), "
+            "so that the file of --reward.remote_url could not tell prompt and response apart: change these characters"
+        )
+
+
 def _texts(data, path: str, files: list[str], tokenizer) -> list[str]:
     """As OpenRLHF makes them, whose module for it takes seconds to import."""
-    rows = (row[data.input_key] for file in files for _, row in rows_of(f"--data.prompt_dataset {path}", file) if row is not None)
+    rows = (row[data.input_key] for file in files for _, row in rows_of(f"--data.prompt_dataset {path}", file) if row is not UNREAD)
     prompts = list(islice(rows, LOOKED_AT))
     if data.apply_chat_template:
         chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]

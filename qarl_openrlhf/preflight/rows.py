@@ -9,6 +9,7 @@ from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.data.surrogates import half_surrogate
 
 LIMIT = 200_000  # rows that are looked at one by one, about two seconds; the rest of a larger file is only counted
+UNREAD = object()  # stands for a row past the limit; a row may be null
 CSV_ROWS = 10_000  # what the loader reads at a time, and has the types of a column from
 CSV_NOTE = "the loader takes a CSV cell that is empty or reads NA, null, None or nan for none, and a column of numbers for numbers: use .jsonl"
 
@@ -32,7 +33,7 @@ def count_rows(owner: str, path: str, data, columns: dict[str, type] | None = No
     count = 0
     try:
         for count, (place, row) in enumerate(_json(owner, path), 1):
-            if row is not None:
+            if row is not UNREAD:
                 checker.check(place, row)
                 for key, value in row.items():
                     types.setdefault(key, set()).add(type(value))
@@ -45,13 +46,13 @@ def count_rows(owner: str, path: str, data, columns: dict[str, type] | None = No
 
 
 def rows_of(owner: str, path: str) -> Iterator[tuple[str, object]]:
-    """(where, row) of a .json, .jsonl or .csv file; row None past the limit. ConfigError for a line that is no JSON."""
+    """(where, row) of a .json, .jsonl or .csv file; row UNREAD past the limit. ConfigError for a line that is no JSON."""
     if not path.endswith(".csv"):
         yield from _json(owner, path)
         return
     rows = (row for table in _csv(owner, path) for row in table.to_pylist())
     for number, row in enumerate(rows, 1):
-        yield f"row {number}", row if number <= LIMIT else None
+        yield f"row {number}", row if number <= LIMIT else UNREAD
 
 
 class RowChecker:
@@ -66,7 +67,8 @@ class RowChecker:
     def check(self, place: str, row) -> None:
         where = f"{self.owner}, {place}"
         if not isinstance(row, dict):
-            raise ConfigError(f'{where}: a {type(row).__name__}; each row must be an object such as {{"{self.data.input_key}": "..."}}')
+            kind = "null" if row is None else f"a {type(row).__name__}"
+            raise ConfigError(f'{where}: {kind}; each row must be an object such as {{"{self.data.input_key}": "..."}}')
         self._check_prompt(where, self._value(where, row, "input_key"))
         if self.data.label_key is not None:
             self._check_label(where, self._value(where, row, "label_key"))
@@ -99,7 +101,7 @@ class RowChecker:
 
 
 def _json(owner: str, path: str) -> Iterator[tuple[str, object]]:
-    """(where, row) of an array of objects or of one object a line; row None past the limit."""
+    """(where, row) of an array of objects or of one object a line; row UNREAD past the limit."""
     with open(path, "rb") as file:
         begin = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0  # the data sets' loader leaves one out, too
         file.seek(begin)
@@ -126,7 +128,7 @@ def _json(owner: str, path: str) -> Iterator[tuple[str, object]]:
                 continue
             rows += 1
             if rows > LIMIT:
-                yield f"line {number}", None
+                yield f"line {number}", UNREAD
                 continue
             try:
                 row = json.loads(line.decode("utf-8"))

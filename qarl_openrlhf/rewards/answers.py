@@ -1,4 +1,4 @@
-"""Where the answer is in a response, as text: boxed, announced, or the end of it. No mathematics here.
+"""Where the response is in a decoded text, and where the answer is in a response: boxed, announced, or the end of it. No mathematics here.
 
 The last \\boxed{...} wins; several boxes with nothing but commas and "and" between them are one answer. Otherwise, with
 `answer="any"`, the text after the last "answer is", "answer:" or "####" of the response, else the last formula of the last line,
@@ -8,6 +8,8 @@ else that line. A response that opened <think> and never closed it has no answer
 from __future__ import annotations
 
 import re
+from itertools import accumulate
+from unicodedata import combining, normalize
 
 # OpenRLHF decodes with special tokens: an end-of-turn token is no part of the answer.
 END_TOKEN = re.compile(r"<(?:[|｜][^<>|｜]{1,60}[|｜]|/s|end_of_turn|eos)>\Z")  # DeepSeek's bars are wide ones
@@ -19,6 +21,62 @@ FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.
 
 MAX_ANSWER_CHARS = 1000  # a longer "answer" is text; judging it would cost seconds
 TAIL_CHARS = 4000  # how far from the end a plain answer is looked for
+LEAST_PROMPT = 8  # characters that must be left of a cut prompt: fewer may begin another text by chance
+
+
+def response_of(query: str, prompt: str) -> str:
+    """The response inside `query`: the tokens of prompt and response, decoded together, special tokens too.
+
+    They are the prompt's own characters up to Unicode's normal forms: Qwen's tokenizers compose (NFC), so that an ohm sign comes
+    back as an omega. A prompt that OpenRLHF cut from the left (longer than its room) is found by its longest end. ValueError where
+    neither is there.
+    """
+    if query.startswith(prompt):
+        return query[len(prompt) :]
+    # Decomposed (NFD), because composing joins characters of which a cut may have left one.
+    whole = normalize("NFD", prompt)
+    end = _end_of(whole, query, 0)
+    if end is None:
+        start = next((i for i, c in enumerate(query) if c != "\ufffd" and not combining(c)), 0)  # past what is left of a cut character
+        end = _end_of(_shared(whole, normalize("NFD", query[start:])), query, start)
+    if end is None:
+        raise ValueError(
+            f"the prompt is not at the beginning of the decoded text, nor are {LEAST_PROMPT} characters or more of its end: the prompt ends "
+            f"{prompt[-80:]!r}, the text begins {query[:80]!r}; use a tokenizer that decodes prompts as they were, and room for them "
+            "(--data.max_len less --rollout.max_new_tokens)"
+        )
+    return query[end:]
+
+
+def _end_of(decomposed: str | None, text: str, start: int) -> int | None:
+    """Index in `text` at which what begins at `start` and decomposes to `decomposed` ends; None where nothing does."""
+    if decomposed is None:
+        return None
+    lengths = accumulate((len(normalize("NFD", text[i])) for i in range(start, len(text))), initial=0)
+    end = next((i for i, length in enumerate(lengths, start) if length >= len(decomposed)), None)
+    return end if end is not None and normalize("NFD", text[start:end]) == decomposed else None
+
+
+def _shared(prompt: str, text: str) -> str | None:
+    """The longest end of `prompt` that `text` begins with, both decomposed; None for one that is too short to tell.
+
+    Knuth, Morris and Pratt's search, in linear time on a prompt of repeats, too. The combining characters that end the prompt are
+    left to :func:`_end_of`: those of the response follow, and decomposing orders them all.
+    """
+    last = next((i for i in range(len(prompt), 0, -1) if not combining(prompt[i - 1])), 0)
+    text = text[:last]
+    borders, matched = [0] * len(text), 0  # of each beginning of the text: its longest border
+    for i in range(1, len(text)):
+        while matched and text[i] != text[matched]:
+            matched = borders[matched - 1]
+        matched += text[i] == text[matched]
+        borders[i] = matched
+    matched = 0
+    for character in prompt[:last]:
+        while matched and (matched == len(text) or character != text[matched]):
+            matched = borders[matched - 1]
+        matched += matched < len(text) and character == text[matched]
+    return prompt[last - matched :] if matched >= LEAST_PROMPT else None
 
 
 def strip_end(response: str) -> tuple[str, bool]:

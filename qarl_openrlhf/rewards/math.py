@@ -19,9 +19,8 @@ or arguments of a reward file of your own:
 
 from __future__ import annotations
 
-from qarl_openrlhf.rewards.answers import find_answer, strip_end, with_opened_thinking
+from qarl_openrlhf.rewards.answers import find_answer, response_of, strip_end, with_opened_thinking
 from qarl_openrlhf.rewards.math_options import MathOptions
-from qarl_openrlhf.rewards.reasoning_gym import response_of
 
 
 def score(response: str, label: str, options: MathOptions) -> tuple[bool, dict[str, float]]:

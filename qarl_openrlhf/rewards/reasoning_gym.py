@@ -12,9 +12,9 @@ import json
 import re
 from functools import lru_cache
 
+from qarl_openrlhf.rewards.answers import response_of, strip_end
+
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
-# OpenRLHF decodes with special tokens: an end-of-turn token is no part of the answer.
-END_TOKENS = re.compile(r"(?:<[|｜][^<>|｜]*[|｜]>|</s>|\s)+\Z")
 
 
 @lru_cache(maxsize=None)
@@ -25,23 +25,12 @@ def scorer(task: str):
     return reasoning_gym.create_dataset(task, seed=0, size=1)
 
 
-def response_of(query: str, prompt: str) -> str:
-    """The response inside `query` (prompt and response, decoded together).
-
-    A prompt that OpenRLHF cut from the left (longer than the context) is found by its longest end.
-    """
-    for start in range(len(prompt)):
-        if query.startswith(prompt[start:]):
-            return query[len(prompt) - start :]
-    raise ValueError(f"the prompt is not in the decoded text: prompt {prompt[-80:]!r}, text {query[:80]!r}")
-
-
 def answer_of(response: str) -> str:
     """What the scorer gets to see of a response."""
     tagged = ANSWER.findall(response)
     if tagged:
         return tagged[-1].strip()
-    return END_TOKENS.sub("", response.split("\n", 1)[0]).strip()
+    return strip_end(response.split("\n", 1)[0])[0].strip()
 
 
 def score(query: str, prompt: str, label: str) -> tuple[float, float]:

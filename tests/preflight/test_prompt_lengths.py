@@ -4,9 +4,11 @@ import json
 from types import SimpleNamespace as N
 
 import pytest
+from tokenizers import normalizers
 
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.preflight.prompt_lengths import long_prompts
+from qarl_openrlhf.rewards import math, reasoning_gym
 from tests.tiny_models import make_tokenizer
 
 
@@ -19,7 +21,9 @@ def model(tmp_path_factory) -> str:
 
 def arguments(model: str, path, **data) -> N:
     given = {"prompt_dataset": str(path), "input_key": "input", "input_template": None, "apply_chat_template": False, "max_len": 24}
-    return N(data=N(**(given | data)), rollout=N(max_new_tokens=8), actor=N(model_name_or_path=model))
+    args = N(data=N(**(given | data)), rollout=N(max_new_tokens=8), actor=N(model_name_or_path=model))
+    args.reward, args.train = N(remote_url=None), N(agent_func_path=None)
+    return args
 
 
 def written(path, *prompts) -> str:
@@ -62,3 +66,34 @@ def test_a_template_that_refuses_the_prompts_is_named(tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match="some.jsonl: the model's chat template does not take these prompts: users only"):
         long_prompts(arguments(str(tmp_path / "model"), written(tmp_path / "some.jsonl", "a b"), apply_chat_template=True))
+
+
+@pytest.mark.parametrize("reward", [math.__file__, reasoning_gym.__file__])
+def test_prompts_that_a_reward_of_ours_would_not_know_again(tmp_path, reward):
+    path = written(tmp_path / "some.jsonl", "a b", "caf\u00e9 of 5 \u2126")
+    for normalizer, change in (("NFC", None), ("NFKC", None), ("NFD", None), ("Lowercase", "'\u03c9' of '\u03a9'"), ("StripAccents", "'e of 5 ")):
+        tokenizer = make_tokenizer()
+        accents = [normalizers.NFD()] if normalizer == "StripAccents" else []
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*accents, getattr(normalizers, normalizer)()])
+        tokenizer.save_pretrained(tmp_path / normalizer)
+        args = arguments(str(tmp_path / normalizer), path, max_len=100)
+        assert long_prompts(args) == []  # no reward of ours
+        args.reward.remote_url = [reward]
+        if change is None:
+            assert long_prompts(args) == []
+        else:
+            with pytest.raises(ConfigError, match=f"some.jsonl, prompt 2: the tokenizer of .*{change}.*--reward.remote_url"):
+                long_prompts(args)
+            args.train.agent_func_path = "agent.py"  # which takes the reward's place
+            assert long_prompts(args) == []
+
+
+def test_a_reward_of_ours_through_a_link(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "reward.py").symlink_to(math.__file__)
+    args = arguments(str(tmp_path / "model"), written(tmp_path / "some.jsonl", "A b"), max_len=100)
+    args.reward.remote_url = [str(tmp_path / "reward.py")]
+    with pytest.raises(ConfigError, match="prompt 1: .*it makes 'a b' of 'A b'"):
+        long_prompts(args)

@@ -16,7 +16,7 @@ def reward(response, prompt=PROMPT, label=LABEL):
     return rewards.reward_func([prompt + response], [prompt], [label])["rewards"]
 
 
-@pytest.mark.parametrize("response", [" 9\n", " 9", "9\n", " 9  \n", " 9<|im_end|>", " 9\n<|im_end|>", " 9\n8 + 8 = 16\n", " 9.0\n"])
+@pytest.mark.parametrize("response", [" 9\n", " 9", "9\n", " 9  \n", " 9<|im_end|>", " 9\n<|im_end|>", " 9<eos>", " 9<end_of_turn>\n", " 9\n8 + 8 = 16\n", " 9.0\n"])
 def test_right_answers(response):
     assert reward(response) == 1.0
 
@@ -43,7 +43,7 @@ def test_answer_tags_win_over_the_first_line():
 def test_prompt_cut_from_the_left_is_found():
     cut = PROMPT[6:]
     assert rewards.reward_func([cut + " 9\n"], [PROMPT], [LABEL])["rewards"] == 1.0
-    with pytest.raises(ValueError, match="not in the decoded text"):
+    with pytest.raises(ValueError, match="not at the beginning of the decoded text"):
         rewards.reward_func(["9"], [PROMPT], [LABEL])
 
 
