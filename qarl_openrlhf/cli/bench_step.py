@@ -21,6 +21,7 @@ from qarl_openrlhf.bench import sync
 from qarl_openrlhf.bench.step_results import Budget, Results, SettingsDiffer
 from qarl_openrlhf.bench.step_run import Job, run_engines, run_learners, summarize
 from qarl_openrlhf.bench.step_workload import KINDS
+from qarl_openrlhf.cli.arguments import count
 from qarl_openrlhf.cli.bench_sync import versions
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.quant.errors import QuantError
@@ -87,18 +88,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS, help="measure these parts")
     parser.add_argument("--layers", type=_depths, help="depths of the learner, e.g. 4,8,12; default: all, or what fits")
     parser.add_argument("--rollout_layers", type=_depths, help="depths of the engine; default: the whole model")
-    parser.add_argument("--prompt", type=_count, default=512, help="tokens of a prompt")
-    parser.add_argument("--response", type=_count, default=2048, help="tokens of the longest response")
-    parser.add_argument("--prompts", type=_count, default=16, help="prompts of one GPU")
-    parser.add_argument("--samples", type=_count, default=8, help="responses a prompt")
-    parser.add_argument("--update_samples", type=_count, default=64, help="responses of one GPU in an optimizer step")
+    parser.add_argument("--prompt", type=count, default=512, help="tokens of a prompt")
+    parser.add_argument("--response", type=count, default=2048, help="tokens of the longest response")
+    parser.add_argument("--prompts", type=count, default=16, help="prompts of one GPU")
+    parser.add_argument("--samples", type=count, default=8, help="responses a prompt")
+    parser.add_argument("--update_samples", type=count, default=64, help="responses of one GPU in an optimizer step")
     parser.add_argument("--lengths", nargs="+", default=list(KINDS), choices=KINDS, help="all of the longest, or a mixture")
-    parser.add_argument("--tokens", type=_count, default=22528, help="tokens of a micro-batch of the learner")
-    parser.add_argument("--repeats", type=_count, default=2, help="measured rollouts of the learner a depth")
+    parser.add_argument("--tokens", type=count, default=22528, help="tokens of a micro-batch of the learner")
+    parser.add_argument("--repeats", type=count, default=2, help="measured rollouts of the learner a depth")
     parser.add_argument("--profile", action="store_true", help="one more rollout of the learner, for its kernels by device time")
-    parser.add_argument("--pushes", type=_count, default=5)
+    parser.add_argument("--pushes", type=count, default=5)
     parser.add_argument("--transport", default="auto", choices=("auto", "ipc", "nccl", "gloo"), help="auto: ipc, on a CPU gloo")
-    parser.add_argument("--tp", type=_count, default=1, help="tensor parallel size of the engine (with nccl)")
+    parser.add_argument("--tp", type=count, default=1, help="tensor parallel size of the engine (with nccl)")
     parser.add_argument("--minutes", type=float, default=9, help="no piece is begun that would not end within these")
     parser.add_argument("--dry_run", action="store_true", help="say what would be measured and the roofline of each phase")
     parser.add_argument("--card", help="with --dry_run: the card to plan for (H100, H200, A100)")
@@ -125,12 +126,6 @@ def _depths(text: str) -> list[int]:
     if min(depths) < 1 or len(set(depths)) != len(depths):
         raise argparse.ArgumentTypeError(f"{text!r}: numbers of layers are 1 or more and differ")
     return sorted(depths)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 1")
-    return int(text)
 
 
 def _without(words: list[str], flags: tuple[str, ...]) -> list[str]:

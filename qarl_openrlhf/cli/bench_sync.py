@@ -29,8 +29,9 @@ import torch
 from qarl_openrlhf import runtime
 from qarl_openrlhf.bench import sync, sync_ranks, sync_room
 from qarl_openrlhf.bench.step_plan import runnable
+from qarl_openrlhf.cli.arguments import count
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.planning.host_memory import machine_bytes
+from qarl_openrlhf.planning.machine import machine_bytes
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -66,23 +67,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="8b", choices=list(sync.SHAPES))
     parser.add_argument("--schemes", nargs="+", default=["bf16", "w4a16"])
     parser.add_argument("--transport", default="nccl", choices=("nccl", "ipc", "gloo"))
-    parser.add_argument("--pushes", type=_count, default=20)
-    parser.add_argument("--layers", type=_count, help="fewer decoder layers")
-    parser.add_argument("--learner_ranks", type=_count, default=1, help="GPUs (gloo: processes) that share the master weights")
-    parser.add_argument("--tp", type=_count, default=1, help="tensor parallel size of the engine")
+    parser.add_argument("--pushes", type=count, default=20)
+    parser.add_argument("--layers", type=count, help="fewer decoder layers")
+    parser.add_argument("--learner_ranks", type=count, default=1, help="GPUs (gloo: processes) that share the master weights")
+    parser.add_argument("--tp", type=count, default=1, help="tensor parallel size of the engine")
     parser.add_argument("--expert_parallel", action="store_true", help="the engine's ranks hold whole experts, not parts of each")
-    parser.add_argument("--bucket_mb", type=_count, default=512)
+    parser.add_argument("--bucket_mb", type=count, default=512)
     parser.add_argument("--verify", default="checksum", choices=("checksum", "off"))
     parser.add_argument("--openrlhf", action="store_true", help="also OpenRLHF's own BF16 push, one RPC a parameter")
     parser.add_argument("--decode", action="store_true", help="decode speed after the first and after the last push")
     parser.add_argument("--out", default="benchmarks/results")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 1")
-    return int(text)
 
 
 def _refuse(parser: argparse.ArgumentParser, args, device: str, need: int) -> None:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 from qarl_openrlhf.data.files import why_unwritable
 from qarl_openrlhf.doctor.versions import SUPPORTED
+from qarl_openrlhf.planning.machine import machine_bytes
 
 GIB = 2**30
 
@@ -62,7 +63,7 @@ class Machine:
             cuda_build=cuda_build,
             nccl=nccl,
             nccl_error=nccl_error,
-            memory=_memory_limit(),
+            memory=machine_bytes(),
             memory_free=_meminfo().get("MemAvailable", 0),
             disk_free=shutil.disk_usage(_existing(path)).free,
             disk_path=os.path.abspath(path),
@@ -116,18 +117,6 @@ def _meminfo() -> dict[str, int]:
             return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
     except OSError:
         return {}
-
-
-def _memory_limit() -> int:
-    """Main memory, or the container's share of it."""
-    total = _meminfo().get("MemTotal", 0)
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="utf-8") as file:
-                return min(total, int(file.read()))
-        except (OSError, ValueError):
-            continue
-    return total
 
 
 def _existing(path: str) -> str:

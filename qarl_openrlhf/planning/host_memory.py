@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
 from qarl_openrlhf.optim.exchange import peak_bytes
+from qarl_openrlhf.planning.machine import machine_bytes
 from qarl_openrlhf.planning.memory import GIB, SAMPLED, ModelShape, gib, kv_bytes_per_token, micro_batch_tokens, packed_bytes
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -89,18 +90,6 @@ def host_parts(args, shape: ModelShape) -> list[HostPart]:
 def kv_cache_bytes() -> int:
     """Of one engine rank: what the environment variable says, else 1 GiB (``runtime.CPU_ENVIRONMENT``)."""
     return int(float(os.environ.get(KV_VARIABLE, 1)) * GIB)
-
-
-def machine_bytes() -> int:
-    """Memory of this machine, or of the container this process is in."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as file:
-                total = min(total, int(file.read()))
-        except (OSError, ValueError):  # another version of cgroups, or "max"
-            continue
-    return total
 
 
 def host_report(args, shape: ModelShape, machine: int | None = None) -> tuple[str, list[str]]:

@@ -2,7 +2,8 @@
 
 import torch
 
-from qarl_openrlhf.planning.host_memory import host_report, machine_bytes
+from qarl_openrlhf.planning.host_memory import host_report
+from qarl_openrlhf.planning.machine import machine_bytes
 from qarl_openrlhf.planning.memory import GIB, Estimate, ModelShape, complete, estimate, gib
 
 

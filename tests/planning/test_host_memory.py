@@ -10,7 +10,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.optim.exchange import peak_bytes
-from qarl_openrlhf.planning import host_memory
+from qarl_openrlhf.planning import host_memory, machine
 from qarl_openrlhf.planning.architecture import meta_model
 from qarl_openrlhf.planning.host_memory import GIB, host_parts, host_report
 from qarl_openrlhf.planning.memory import ModelShape, micro_batch_tokens
@@ -132,7 +132,7 @@ def test_a_kv_cache_too_small_for_one_response(quickstart, monkeypatch):
 
 
 def test_this_machine_has_no_more_memory_than_the_kernel_says():
-    assert 0 < host_memory.machine_bytes() <= psutil.virtual_memory().total
+    assert 0 < machine.machine_bytes() <= psutil.virtual_memory().total
 
 
 @pytest.mark.slow
