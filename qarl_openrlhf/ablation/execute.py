@@ -6,6 +6,7 @@ import fcntl
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,15 +82,19 @@ def remove_models(run: PlannedRun) -> None:
 
 
 @contextmanager
-def only_one_in(out: Path):
-    """PlanError when another ablation is at work in ``out``, or a run that one left behind."""
+def only_one_in(out: Path) -> Iterator[int]:
+    """PlanError when another ablation is at work in ``out``, or a run of this machine that one left behind when it was killed.
+
+    Yields the lock's file descriptor: the system gives the lock back when the last process that has it ends, so runs that are given
+    it hold it, too. A job of a Ray cluster cannot.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PlanError(f"another ablation is at work in {out}: wait for it, or give another --out") from None
-        yield
+            raise PlanError(f"another ablation, or a run that a killed one left, is at work in {out}: wait for its end, or give another --out") from None
+        yield file.fileno()
 
 
 def last_error(log: Path, lines: int = 400) -> str:

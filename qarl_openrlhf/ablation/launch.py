@@ -29,8 +29,12 @@ class Stopped(Exception):
     """The run was ended because the ablation is; it is neither finished nor failed."""
 
 
-def launch_here(run: PlannedRun, flags: list[str], stop: threading.Event) -> int:
-    """train_qarl in a session of its own, output in ``train.log``, its steps shown here; returns the exit status."""
+def launch_here(run: PlannedRun, flags: list[str], stop: threading.Event, *, lock: int | None = None) -> int:
+    """train_qarl in a session of its own, output in ``train.log``, its steps shown here; returns the exit status.
+
+    lock: file descriptor of ``only_one_in``, which the run keeps open for as long as it lives. What it starts with ``subprocess``,
+    such as Ray's daemons, does not get it.
+    """
     prefix = f"  {run.identity.arm} seed {run.identity.seed}  "
     ended = threading.Event()
     watcher = threading.Thread(
@@ -42,7 +46,10 @@ def launch_here(run: PlannedRun, flags: list[str], stop: threading.Event) -> int
         command = [*run.command[: -len(run.flags)], *flags]
         log.write(f"\n$ {shlex.join(command)}\n".encode())
         log.flush()
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+            pass_fds=[] if lock is None else [lock],
+        )  # fmt: skip
         try:
             watcher.start()
             while process.poll() is None:
@@ -88,24 +95,35 @@ def ray_job_launcher(address: str, poll_s: float = 5.0) -> Launch:
         # The cluster has its own Python.
         job = client.submit_job(entrypoint=shlex.join(["python", *run.command[1 : -len(run.flags)], *flags]))
         try:
-            while not (status := _status(client, job, stop, poll_s)).is_terminal():
+            while not (status := _answer(client.get_job_status, job, stop, poll_s)).is_terminal():
                 if stop.wait(poll_s):
                     raise Stopped
         except BaseException:
             _stop_job(client, job)
             raise
-        (run.directory / LOG).write_text(client.get_job_logs(job), encoding="utf-8")
-        return 0 if status == JobStatus.SUCCEEDED else client.get_job_info(job).driver_exit_code or 1
+        # The run is over, however it went: what the dashboard does not tell of it must not make it another's end.
+        try:
+            log = _answer(client.get_job_logs, job, stop, poll_s)
+        except (RuntimeError, OSError, Stopped) as error:
+            log = f"the log of Ray job {job} could not be fetched: {str(error) or 'the ablation was stopped'}\n"
+            print(log, end="", file=sys.stderr, flush=True)
+        (run.directory / LOG).write_text(log, encoding="utf-8")
+        if status == JobStatus.SUCCEEDED:
+            return 0
+        try:
+            return _answer(client.get_job_info, job, stop, poll_s).driver_exit_code or 1
+        except (RuntimeError, OSError, Stopped):
+            return 1
 
     return launch
 
 
-def _status(client, job: str, stop: threading.Event, poll_s: float):
-    """Of a job that runs for days: a dashboard that does not answer is asked again for ``PATIENCE_S``."""
+def _answer(ask: Callable, job: str, stop: threading.Event, poll_s: float):
+    """``ask(job)``, of a job that runs for days: a dashboard that does not answer is asked again for ``PATIENCE_S``."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return client.get_job_status(job)
+            return ask(job)
         except (RuntimeError, OSError):
             if time.monotonic() > deadline:
                 raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 from qarl_openrlhf.ablation.execute import execute, only_one_in
@@ -113,10 +114,10 @@ def _run(args, plan: Plan, ending: SignalEnding) -> list:
     from qarl_openrlhf.report.discover import entries_below
     from qarl_openrlhf.report.summary import write_summary
 
-    with only_one_in(args.out):
+    with only_one_in(args.out) as lock:
         for run in plan.runs:
             is_finished(run)  # refuses directories of other flags before the first run starts
-        launch = ray_job_launcher(args.ray_address) if args.ray_address else launch_here
+        launch = ray_job_launcher(args.ray_address) if args.ray_address else partial(launch_here, lock=lock)
         ending.advice = lambda: ": the same command goes on with the runs that are not finished"
         failed = execute(
             plan.runs,

@@ -6,12 +6,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
 from qarl_openrlhf.ablation import launch as launch_module
-from qarl_openrlhf.ablation.launch import Stopped, launch_here, ray_job_launcher
-from qarl_openrlhf.ablation.plan import PlannedRun
+from qarl_openrlhf.ablation.execute import only_one_in
+from qarl_openrlhf.ablation.launch import LOG, Stopped, launch_here, ray_job_launcher
+from qarl_openrlhf.ablation.plan import PlannedRun, PlanError
 from qarl_openrlhf.ablation.status import read_status
 from qarl_openrlhf.report.discover import Identity
 from tests.ablation.test_interrupt import processes_with, wait_for
@@ -91,6 +94,35 @@ def asleep(tmp_path, how):
     return Asleep(Identity("tbpo", "w4a16", 0), tmp_path / "run", [how])
 
 
+def test_what_a_killed_ablation_left_keeps_its_directory_until_it_ends(tmp_path):
+    """The run itself and no longer: a daemon that it started stays behind, as Ray's do for a while."""
+    run = """import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", sys.argv[1] + "-daemon"], start_new_session=True)
+time.sleep(300)"""
+    child = f"exec {sys.executable} -c '{run}' $0"
+    ablation = subprocess.Popen([sys.executable, "-c", ABLATION, str(tmp_path), "1", child], stdout=subprocess.PIPE)
+    left = []
+    try:
+        wait_for(lambda: processes_with(f"{tmp_path}/a-daemon"), 60)
+        ablation.kill()
+        ablation.wait(20)
+        left = [pid for pid in processes_with(f"{tmp_path}/a") if pid not in processes_with(f"{tmp_path}/a-daemon")]
+        with pytest.raises(PlanError, match=f"a run that a killed one left, is at work in {tmp_path}: wait for its end"):
+            with only_one_in(tmp_path):
+                pass
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not set(left) & set(processes_with(f"{tmp_path}/a")), 20)
+        assert processes_with(f"{tmp_path}/a-daemon")
+        with only_one_in(tmp_path):
+            pass
+    finally:
+        ablation.kill()
+        for pid in {*left, *processes_with(f"{tmp_path}/a")}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("how", ["deaf", "hears"])
 def test_a_run_that_does_not_end_when_asked_to_is_killed(tmp_path, monkeypatch, how):
     monkeypatch.setattr(launch_module, "GRACE_S", 0.5)
@@ -154,6 +186,56 @@ def test_a_dashboard_that_does_not_answer_is_asked_again(tmp_path, monkeypatch):
     stop.set()
     thread.join(20)
     assert not thread.is_alive() and isinstance(came[0], Stopped) and process.wait(5) == -signal.SIGTERM
+
+
+class Ended(Client):
+    """A job that has ended, and a dashboard that does not answer to one of the calls, for so many times."""
+
+    status, silent, times = "SUCCEEDED", "", 0
+
+    def submit_job(self, entrypoint):
+        return "job"
+
+    def answer(self, call, said):
+        if call == self.silent and self.times:
+            Ended.times -= 1
+            raise ConnectionError("restarting")
+        return said
+
+    def get_job_status(self, job):
+        return self.answer("status", Status(self.status))
+
+    def get_job_logs(self, job):
+        return self.answer("logs", "step 1\n")
+
+    def stop_job(self, job):
+        pass
+
+    def get_job_info(self, job):
+        return self.answer("info", SimpleNamespace(driver_exit_code=7))
+
+
+@pytest.mark.parametrize("status, code", [("SUCCEEDED", 0), ("FAILED", 7)])
+@pytest.mark.parametrize("silent", ["status", "logs", "info"])
+@pytest.mark.parametrize("patience", [30, 0])
+def test_a_job_that_ended_has_its_own_end_whatever_the_dashboard_says(tmp_path, monkeypatch, capsys, status, code, silent, patience):
+    """A dashboard that answers again in time makes no difference; one that does not costs the log, or the exact exit status."""
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Ended)
+    monkeypatch.setattr(launch_module, "PATIENCE_S", patience)
+    for name, value in {"status": status, "silent": silent, "times": 2 if patience else 1000}.items():
+        monkeypatch.setattr(Ended, name, value)
+    run = asleep(tmp_path, "hears")
+    run.directory.mkdir()
+    launch = ray_job_launcher("http://cluster", poll_s=0.01)
+    if silent == "status" and not patience:
+        with pytest.raises(ConnectionError):  # nobody knows how it ended
+            launch(run, run.flags, threading.Event())
+        return
+    assert launch(run, run.flags, threading.Event()) == (1 if (silent, patience, status) == ("info", 0, "FAILED") else code)
+    lost = silent == "logs" and not patience
+    note = "the log of Ray job job could not be fetched: restarting\n"
+    assert (run.directory / LOG).read_text() == (note if lost else "step 1\n")
+    assert capsys.readouterr().err == (note if lost else "")
 
 
 def test_nothing_is_started_when_all_is_to_stop(tmp_path, monkeypatch):
