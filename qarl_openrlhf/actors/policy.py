@@ -1,6 +1,5 @@
 """The Ray actor that owns the learner."""
 
-import os
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +9,7 @@ from qarl_openrlhf.actors import asleep, moving_average
 from qarl_openrlhf.actors.learner import QarlActorTrainer
 from qarl_openrlhf.actors.model_workers import KeepsPort, plain_class, resume_random_state, use_cores
 from qarl_openrlhf.patches import liger, zero3_loading
+from qarl_openrlhf.planning.paths import quantized_directory
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.export import export_checkpoint
 
@@ -110,9 +110,3 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
             convert_model(network, self.actor.scheme, cache="none")
         gather = self.trainer.gather if self.strategy.args.ds.zero_stage == 3 else None
         return published_tensors(network, self.actor.scheme, gather=gather)
-
-
-def quantized_directory(args) -> str:
-    """Where the quantized export of a finished run goes."""
-    scheme = args.quant.scheme.removesuffix(":rollout").replace(":", "-")
-    return os.path.join(args.ckpt.output_dir, f"quantized-{scheme}")

@@ -24,6 +24,7 @@ from qarl_openrlhf.metrics.startup import Startup
 from qarl_openrlhf.objectives import ObjectiveError, preset_flags
 from qarl_openrlhf.planning import numbers, placement, positions
 from qarl_openrlhf.planning.architecture import check_heads
+from qarl_openrlhf.planning.paths import quantized_directory
 from qarl_openrlhf.preflight import hub, preflight
 from qarl_openrlhf.preflight.directories import held
 from qarl_openrlhf.preflight.prompt_lengths import long_prompts
@@ -191,7 +192,6 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
 
 def finish(args) -> None:
     """Report, and say where everything is: what is there is told also where the report cannot be written, as an error and last."""
-    from qarl_openrlhf.actors.policy import quantized_directory
     from qarl_openrlhf.patches.vllm_cpu import serve_command
     from qarl_openrlhf.report import ReportError, write_report
 

@@ -20,9 +20,7 @@ LEFT_S = 24 * 3600
 def why_unwritable(directory: str | os.PathLike) -> str | None:
     """Why `directory` (which need not exist) cannot be made and written to; None if it can. Found by trying: root may all that
     permissions forbid, and yet not write to a read-only file system."""
-    here = Path(os.path.abspath(directory))
-    while not os.path.lexists(here):
-        here = here.parent
+    here = nearest_existing(directory)
     if not here.is_dir():
         return f"{here} is not a directory"
     try:
@@ -30,6 +28,14 @@ def why_unwritable(directory: str | os.PathLike) -> str | None:
             return None
     except OSError as error:
         return f"nothing can be written to {here} ({error.strerror})"
+
+
+def nearest_existing(path: str | os.PathLike) -> Path:
+    """`path`, or the first of its parents that is there."""
+    here = Path(os.path.abspath(path))
+    while not os.path.lexists(here):
+        here = here.parent
+    return here
 
 
 def _beside(path: Path) -> Path:
@@ -82,10 +88,15 @@ def scratch_directory(parent: str | os.PathLike, prefix: str) -> Iterator[Path]:
     try:
         while made is None:
             made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            lock = os.open(made, os.O_RDONLY)
+            # Until it is locked, another process may take it for a left one.
+            try:
+                lock = os.open(made, os.O_RDONLY)
+            except FileNotFoundError:
+                made = None
+                continue
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not made.exists():  # another process took it for a left one before it was locked
+            if not made.exists():
                 os.close(lock)
                 made, lock = None, -1
         yield made

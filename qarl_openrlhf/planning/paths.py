@@ -1,4 +1,4 @@
-"""What is a local path and what a name on the hub."""
+"""What is a local path and what a name on the hub, and where a run's paths lead."""
 
 import os
 
@@ -17,3 +17,9 @@ def require_file(flag: str, path: str, meaning: str) -> None:
         raise ConfigError(f"--{flag} {path} {found}: give {meaning}")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"--{flag} {path} cannot be read: check its permissions")
+
+
+def quantized_directory(args) -> str:
+    """Where the quantized export of a finished run goes."""
+    scheme = args.quant.scheme.removesuffix(":rollout").replace(":", "-")
+    return os.path.join(args.ckpt.output_dir, f"quantized-{scheme}")

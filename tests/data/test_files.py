@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from qarl_openrlhf.data import files
 from qarl_openrlhf.data.files import atomic_directory, atomic_file, scratch_directory
 
 SIZE = 200_000
@@ -100,3 +101,35 @@ def test_scratch_that_a_killed_process_left_is_removed_and_no_other(tmp_path):
         raise KeyError
     alive.communicate("")
     assert set(tmp_path.iterdir()) == before - {tmp_path / name for name in names.values()}
+
+
+@pytest.mark.parametrize("when", ["made", "opened"])
+def test_scratch_that_another_process_removes_before_it_is_locked_is_made_anew(tmp_path, monkeypatch, when):
+    swept = []
+
+    def sweep(directory):
+        """What another process does that takes it for a left one."""
+        if not swept:
+            swept.append(directory)
+            files._remove_if_left(directory)
+
+    make, lock = files.tempfile.mkdtemp, files.fcntl.flock
+
+    def mkdtemp(**where):
+        made = make(**where)
+        if when == "made":
+            sweep(files.Path(made))
+        return made
+
+    def flock(file, operation):
+        if operation == files.fcntl.LOCK_EX and when == "opened":
+            sweep(files.Path(os.readlink(f"/proc/self/fd/{file}")))
+        lock(file, operation)
+
+    monkeypatch.setattr(files.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with scratch_directory(tmp_path, ".weights-") as made:
+        assert swept and made != swept[0] and list(tmp_path.iterdir()) == [made]
+        files._remove_if_left(made)  # its lock is held
+        assert made.is_dir()
+    assert list(tmp_path.iterdir()) == []
