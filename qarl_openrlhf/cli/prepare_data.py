@@ -16,6 +16,7 @@ from pathlib import Path
 from string import Formatter
 
 from qarl_openrlhf.data.files import atomic_file, why_unwritable
+from qarl_openrlhf.data.lines import write_jsonl
 from qarl_openrlhf.data.math_rows import problem_and_label
 from qarl_openrlhf.data.overlap import OverlapIndex, words
 from qarl_openrlhf.data.reasoning_gym import DataError
@@ -59,11 +60,6 @@ def without_overlap(rows: list[dict], index: OverlapIndex) -> tuple[list[dict], 
     found = [index.find(row["problem"]) for row in rows]
     gone = Counter(f"in {name}" for name in found if name)
     return [row for row, name in zip(rows, found, strict=True) if not name], gone
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> None:
-    with atomic_file(path) as part, open(part, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def ask_hub(args) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from qarl_openrlhf.data.files import atomic_file
+
 
 def read_lines(path: str | os.PathLike) -> list[str]:
     r"""All lines; the last one may be unfinished.
@@ -15,6 +17,12 @@ def read_lines(path: str | os.PathLike) -> list[str]:
     """
     lines = Path(path).read_bytes().decode("utf-8", errors="replace").split("\n")
     return lines if lines[-1] else lines[:-1]
+
+
+def write_jsonl(path: str | os.PathLike, rows: list[dict]) -> None:
+    """Writes rows as JSON lines; the file appears complete or not at all."""
+    with atomic_file(path) as part, open(part, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def append_lines(path: str | os.PathLike, lines: list[str]) -> None:

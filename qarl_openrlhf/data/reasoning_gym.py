@@ -24,7 +24,8 @@ from pathlib import Path
 from random import Random
 from typing import Iterable, Iterator
 
-from qarl_openrlhf.data.files import atomic_file, why_unwritable
+from qarl_openrlhf.data.files import why_unwritable
+from qarl_openrlhf.data.lines import write_jsonl
 
 STYLES = ("question", "equation")
 CHUNK = 1024  # problems of one reasoning-gym data set: some tasks prepare all of theirs at once
@@ -155,12 +156,6 @@ def rows_of(task: str, entries: Iterable[dict], shots: list[dict], style: str) -
             }
         )
     return rows
-
-
-def write_jsonl(path: str | Path, rows: list[dict]) -> None:
-    """Writes rows as JSON lines; the file appears complete or not at all."""
-    with atomic_file(path) as part:
-        part.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def parse_setting(text: str) -> tuple[str, object]:

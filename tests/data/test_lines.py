@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qarl_openrlhf.data.lines import append_lines, read_lines, read_objects
+from qarl_openrlhf.data.lines import append_lines, read_lines, read_objects, write_jsonl
 from qarl_openrlhf.evaluation.records import Records
 from qarl_openrlhf.metrics.progress import _Tail
 from qarl_openrlhf.metrics.records import write_records
@@ -21,6 +21,14 @@ def test_every_line_break_may_be_in_a_string(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(ROW, ensure_ascii=False) + "\n" for _ in range(3)), encoding="utf-8")
     assert read_objects(path) == [ROW] * 3 and len(read_lines(path)) == 3
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    write_jsonl(out, [ROW])
+    with pytest.raises(TypeError):
+        write_jsonl(out, [ROW, {"text": object()}])
+    assert read_objects(out) == [ROW] and len(list(tmp_path.iterdir())) == 1
 
 
 def test_cut_at_any_byte(tmp_path):

@@ -84,11 +84,3 @@ def test_command_line_writes_what_openrlhf_reads(tmp_path):
     loaded = load_dataset("json", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache"))
     prompt, label = preprocess_data(loaded[3], input_key="input", label_key="label")
     assert (prompt, label) == (sums()[3]["input"], sums()[3]["label"])
-
-
-def test_failed_write_leaves_the_old_file(tmp_path):
-    out = tmp_path / "rows.jsonl"
-    data.write_jsonl(out, [{"input": "a"}])
-    with pytest.raises(TypeError):
-        data.write_jsonl(out, [{"input": object()}])
-    assert out.read_text() == '{"input": "a"}\n' and len(list(tmp_path.iterdir())) == 1
