@@ -48,29 +48,35 @@ class Test:
     input: str
     output: str
 
+    def arguments(self) -> list:
+        """Of a functional test."""
+        return [json.loads(line) for line in self.input.split("\n") if line.strip()]
+
 
 @dataclass(frozen=True)
 class CodeItem(Item):
     """problem: the whole prompt, which no template is put around; label: how many tests, and a digest of them.
 
     function: name of the function that is called, None for a program that reads stdin; tests: the two columns, still encoded
-    (all sets together hold gigabytes of tests).
+    (all sets together hold gigabytes of tests); where: file and row, for messages.
     """
 
     function: str | None = None
     tests: tuple[str, str] = ("[]", "[]")
+    where: str = ""
 
     def prompt(self, template: str) -> str:
         return self.problem
 
     def read_tests(self) -> list[Test]:
-        """DataError naming the item where they are broken."""
-        where = f"{self.task}, row {self.index + 1}"
-        return [
-            test
-            for column, text in zip(COLUMNS[2:], self.tests, strict=True)
-            for test in decode_tests(text, f"{where}, {column}")
-        ]
+        """DataError naming file, row and column where they are broken."""
+        tests = []
+        for column, text in zip(COLUMNS[2:], self.tests, strict=True):
+            found = decode_tests(text, f"{self.where}, {column}")
+            for number, test in enumerate(found if self.function else [], 1):
+                _check_functional(test, f"{self.where}, {column}, test {number}")
+            tests += found
+        return tests
 
 
 def is_code(rows: list[dict]) -> bool:
@@ -100,7 +106,7 @@ def _item(name: str, index: int, row: dict, where: str) -> CodeItem:
     tests = (row["public_test_cases"], row["private_test_cases"])
     digest = hashlib.sha256("\0".join(tests).encode()).hexdigest()[:16]
     label = f"{row['question_id']}: {len(public)} public tests, all tests sha256 {digest}"
-    return CodeItem(name, index, problem, label, function, tests)
+    return CodeItem(name, index, problem, label, function, tests, where)
 
 
 class _StringOnly(pickle.Unpickler):
@@ -120,10 +126,20 @@ def decode_tests(text: str, where: str) -> list[Test]:
         return tests
     except DataError:
         raise
-    except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise DataError(
             f"{where}: no tests as LiveCodeBench writes them ({type(error).__name__}: {str(error)[:100]})"
         ) from None
+
+
+def _check_functional(test: Test, where: str) -> None:
+    """DataError for values that are no JSON: of an input, no program could be run; with an output, all would be wrong."""
+    for name, read in (("input", test.arguments), ("output", lambda: json.loads(test.output))):
+        try:
+            read()
+        except (ValueError, RecursionError) as error:
+            wanted = "one JSON value a line" if name == "input" else "a JSON value"
+            raise DataError(f"{where}: {name} {getattr(test, name)[:60]!r} is not {wanted} ({str(error)[:100]})") from None
 
 
 def find_program(response: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -54,8 +53,7 @@ class CodeGrader:
         tests = tests_of(item)
         for number, test in enumerate(tests, 1):
             if item.function:
-                arguments = [json.loads(line) for line in test.input.split("\n") if line.strip()]
-                outcome = sandbox.run(program, function=item.function, arguments=arguments, limits=self.limits)
+                outcome = sandbox.run(program, function=item.function, arguments=test.arguments(), limits=self.limits)
             else:
                 outcome = sandbox.run(program, test.input, limits=self.limits)
             if outcome.status != "ok":

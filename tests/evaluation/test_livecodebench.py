@@ -117,6 +117,7 @@ class Evil:
         ({"starter_code": "\udc00"}, r"broken.jsonl, row 1: starter_code has \\udc00 at character 1"),
         ({"private_test_cases": '[{"input": "\ud800", "output": ""}]'}, r"broken.jsonl, row 1: private_test_cases has \\ud800"),
         ({"public_test_cases": '[{"input": "1", "output": "\\ud800"}]'}, r"broken.jsonl, row 1, public_test_cases.* has \\ud800"),
+        ({"public_test_cases": "[" * 100_000}, "broken.jsonl, row 1, public_test_cases: no tests as .*RecursionError"),
         ({"public_test_cases": '[{"input": 1, "output": "1"}]'}, r"broken.jsonl, row 1, public_test_cases: no tests as"),
     ],
 )
@@ -128,6 +129,33 @@ def test_broken_rows_are_named(tmp_path, monkeypatch, change, message):
     with pytest.raises(SystemExit, match=message):
         evaluate.main([".", "--out", "out", "--tasks", str(path)])
     assert not (tmp_path / "hit").exists()
+
+
+@pytest.mark.parametrize("column, number", [("public_test_cases", 1), ("private_test_cases", 2)])
+@pytest.mark.parametrize(
+    "test, message",
+    [
+        (("2\n[1, 1", "4"), r"input '2\\n\[1, 1' is not one JSON value a line"),
+        (("2 [1, 1]", "4"), "input '2 .1, 1.' is not one JSON value a line .Extra data"),
+        (("nums = [1]", "4"), "input 'nums = .1.' is not one JSON value a line"),
+        (("[" * 100_000, "4"), "input .* is not one JSON value a line .maximum recursion"),
+        (("2\n[1, 1]", "four"), "output 'four' is not a JSON value"),
+        (("2\n[1, 1]", ""), "output '' is not a JSON value"),
+    ],
+)
+def test_broken_tests_of_a_function_are_named(tmp_path, monkeypatch, column, number, test, message):
+    """Before a model is looked for; on stdin any text is a test."""
+    monkeypatch.chdir(tmp_path)
+    good = ("0\n[]", "0")
+    tests = [test, good, good] if number == 1 else [good, good, test]
+    for function in ("add_all", None):
+        rows = [row(1, [good, good], function), row(2, tests, function)]
+        (tmp_path / "broken.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        if function:
+            with pytest.raises(SystemExit, match=f"broken.jsonl, row 2, {column}, test {number}: {message}"):
+                evaluate.main([".", "--out", "out", "--tasks", "broken.jsonl"])
+        else:
+            assert len(load_items("broken.jsonl")[1].read_tests()) == 3
 
 
 @pytest.mark.parametrize(
