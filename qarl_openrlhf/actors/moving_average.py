@@ -61,7 +61,7 @@ def write(average: torch.nn.Module) -> None:
 def resume(average: torch.nn.Module, model: torch.nn.Module, saved: dict) -> None:
     """Go on from what a checkpoint has. All processes call it.
 
-    saved: this process's, with ``ema_float32`` (see :func:`saved_parts`), with the BF16 weights ``ema`` of an older version, or with
+    saved: this process's, with ``ema_float32`` (its :func:`parts`), with the BF16 weights ``ema`` of an older version, or with
     neither, if the run before had no average: then it begins here, at the resumed ``model``, not at the base model.
     """
     exact, rounded = saved.pop("ema_float32", None), saved.pop("ema", None)  # popped: it would stay in memory for the whole run
@@ -78,8 +78,3 @@ def resume(average: torch.nn.Module, model: torch.nn.Module, saved: dict) -> Non
                 dist.broadcast(parameter.data, src=0)
     else:
         blend(average, model, beta=0.0)
-
-
-def saved_parts(average: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps of the average for this process."""
-    return {name: kept.cpu() for name, kept in parts(average).items()}

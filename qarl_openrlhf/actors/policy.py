@@ -67,7 +67,7 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
         first_codes = self.trainer.changed_codes.first  # half a byte a weight, on a CPU only
         self.strategy.rank_state = {"version": self.trainer.version, "first_codes": first_codes}
         if self.ema_model is not None:
-            self.strategy.rank_state["ema_float32"] = moving_average.saved_parts(self.ema_model)
+            self.strategy.rank_state["ema_float32"] = moving_average.parts(self.ema_model)  # on a GPU: torch.save copies one at a time
             if self.save_hf_ckpt:
                 moving_average.write(self.ema_model)
         super().save_checkpoint(tag, client_states, metric_value, metric_key)

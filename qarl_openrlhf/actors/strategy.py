@@ -130,7 +130,7 @@ class QarlStrategy(DeepspeedStrategy):
         tag = tag or self.args.ckpt.load_tag
         loaded = super().load_ckpt(model, load_dir, tag, **kwargs)
         path = rank_file(Path(load_dir, tag), dist.get_rank())
-        self.loaded_state = torch.load(path, weights_only=False) if path.is_file() else {}
+        self.loaded_state = torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else {}
         cache = getattr(getattr(model, "module", model), "quant_cache", None)
         if cache is not None:
             cache.invalidate()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +18,17 @@ def as_older_versions_saved(model, rank: int) -> dict:
     if any(hasattr(p, "ds_tensor") for p in model.parameters()):
         return {name: p.ds_tensor.detach().cpu().clone() for name, p in model.named_parameters()}
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()} if rank == 0 else {}
+
+
+@contextmanager
+def copies_to_main_memory():
+    """What is asked for its copy in main memory meanwhile: all of a GPU's average at once is four bytes a weight."""
+    asked, cpu = [], torch.Tensor.cpu
+    torch.Tensor.cpu = lambda tensor, *args, **kwargs: (asked.append(tensor), cpu(tensor, *args, **kwargs))[1]
+    try:
+        yield asked
+    finally:
+        torch.Tensor.cpu = cpu
 
 
 def main(rank: int, world: int, model: str, directory: str, stage: int) -> None:
@@ -70,7 +82,9 @@ def main(rank: int, world: int, model: str, directory: str, stage: int) -> None:
         step(resumed, i)
         exact = [BETA * e + (1 - BETA) * part(p).double() for e, p in zip(exact, resumed.actor.parameters(), strict=True)]
         if i == STEPS // 2:
-            resumed.save_checkpoint("global_step2", {"global_step": 2})
+            with copies_to_main_memory() as copied:
+                resumed.save_checkpoint("global_step2", {"global_step": 2})
+            result["is not copied"] = not any(tensor is average for tensor in copied for average in parts(resumed.ema_model).values())
             kept = averages(resumed)
     moved = averages(resumed)
     result["follows"] = all(torch.allclose(m.double(), e, rtol=1e-5, atol=0) for m, e in zip(moved, exact, strict=True))

@@ -23,7 +23,7 @@ def test_the_average_follows_is_kept_and_is_what_is_saved(tmp_path, stage, world
     Ranks(ema_worker.main, world, model, str(directory), stage).wait(280)
     for rank in range(world):
         found = json.loads((directory / f"rank{rank}.json").read_text())
-        assert len(found) == 9 and not [what for what, true in found.items() if not true], rank
+        assert len(found) == 10 and not [what for what, true in found.items() if not true], rank
     quantized_as_saved(directory / "saved", directory / "rounded.pt", stage)
 
     args = learner_args(
