@@ -29,9 +29,15 @@ OWNED = {
     "generation_config": "the --rollout flags",
     "override_generation_config": "the --rollout flags",
     "enable_lora": "nothing: QaRL trains the full weights",
-    "speculative_config": "nothing: a draft model would not get the learner's weights",
     "kv_cache_dtype": "nothing: the learner's keys and values are BF16",
     "skip_tokenizer_init": "nothing: responses are decoded for their reward",
+    "model_weights": "--actor.model_name_or_path",
+    "quantization_config": "--quant.scheme",
+} | {
+    name: "nothing: a draft model would not get the learner's weights" for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+} | {
+    name: "nothing: a push writes expert 3 to place 3, and vLLM would have another expert there; enable_expert_parallel alone splits them in order"
+    for name in ("enable_eplb", "eplb_config", "expert_placement_strategy", "enable_elastic_ep")
 } | {
     name: "--actor.model_name_or_path"
     for name in ("tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "hf_config_path", "config_format", "model_impl")
