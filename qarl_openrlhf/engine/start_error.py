@@ -3,7 +3,7 @@
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
@@ -27,18 +27,26 @@ def root_cause(text: str) -> str | None:
     return ranked[0] if ranked else None
 
 
-def own_output() -> list[str]:
-    """The ends of what this process and its children wrote to standard output and error, where these go to files, as Ray's
-    workers' do."""
+def own_logs() -> list[str | None]:
+    """The files that this process and its children write standard output and error to, as Ray's workers do; None for a terminal, a
+    pipe, a removed file."""
+    paths = (os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in (1, 2))
+    return [path if os.path.isfile(path) else None for path in paths]
+
+
+def written_so_far() -> list[int]:
+    """Bytes in each of :func:`own_logs`."""
+    return [os.path.getsize(path) if path else 0 for path in own_logs()]
+
+
+def own_output(since: Sequence[int] = (0, 0)) -> list[str]:
+    """What :func:`own_logs` got after so many bytes, at most the last TAIL of it."""
     texts = []
-    for descriptor in (1, 2):
-        try:
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
+    for path, start in zip(own_logs(), since, strict=True):
+        if path:
             with open(path, "rb") as file:
-                file.seek(max(0, os.path.getsize(path) - TAIL))
+                file.seek(max(start, os.path.getsize(path) - TAIL))
                 texts.append(file.read().decode(errors="replace"))
-        except OSError:  # a terminal, a pipe, a removed file
-            texts.append("")
     return texts
 
 
@@ -69,19 +77,26 @@ def end_of(processes: list[BaseProcess]) -> str | None:
         if process.exitcode:
             if process.exitcode > 0:
                 return f"its process (pid {process.pid}) ended with exit code {process.exitcode}"
-            name = signal.Signals(-process.exitcode).name
+            name = _signal_name(-process.exitcode)
             why = ", by hand or by the kernel for want of main memory" if name == "SIGKILL" else ""
             return f"its process (pid {process.pid}) was ended by {name}{why}"
     return None
 
 
-def explained(error: Exception, before: list[str], name: str = "engine", processes: list[BaseProcess] = ()) -> Exception:
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # the real-time ones have none but the first and the last
+        return f"signal {number}"
+
+
+def explained(error: Exception, before: list[int], name: str = "engine", processes: list[BaseProcess] = ()) -> Exception:
     """``error``, or an EngineStartError with its cause where vLLM's message leaves that to a log.
 
-    before: :func:`own_output` of before; of a cause in there nothing is said. processes: those of the engine, whose end is
+    before: :func:`written_so_far` of before the start; of a cause up to there nothing is said. processes: those of the engine, whose end is
     told where no log names a cause.
     """
-    written = "\n".join(text.removeprefix(old) for text, old in zip(own_output(), before, strict=True))
+    written = "\n".join(own_output(before))
     cause = (root_cause(written) or end_of(processes)) if "root cause" in str(error) else None
     return EngineStartError(f"{name}: vLLM did not start: {cause}") if cause else error
 
@@ -93,7 +108,7 @@ async def started(start: Callable[[], Awaitable], name: str = "engine") -> None:
     connections too, get the same from the system meanwhile: one start in 24 failed of it.
     """
     for attempt in range(1, ATTEMPTS + 1):
-        before = own_output()
+        before = written_so_far()
         try:
             with noted_processes() as processes:
                 await start()

@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 import ray
@@ -30,6 +32,22 @@ def test_the_first_cause_is_found():
     assert root_cause("INFO nothing\n" + LOG.splitlines()[-1]) is None
 
 
+@pytest.fixture
+def logs(tmp_path, monkeypatch):
+    """What appends to this process's two logs."""
+    paths = [tmp_path / "out", tmp_path / "log"]
+    monkeypatch.setattr(start_error, "own_logs", lambda: [str(path) if path.exists() else None for path in paths])
+
+    def appending(path):
+        def append(text):
+            with open(path, "a") as file:
+                file.write(text)
+
+        return append
+
+    return {path.name: appending(path) for path in paths}
+
+
 PORT = "(EngineCore pid=7) torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 4\n"
 NO_ROOM = "(EngineCore pid=8) RuntimeError: no room\n"
 
@@ -45,24 +63,36 @@ NO_ROOM = "(EngineCore pid=8) RuntimeError: no room\n"
         ([PORT, NO_ROOM], 2, "no room"),
     ],
 )
-def test_a_start_whose_port_was_taken_is_tried_again(monkeypatch, causes, tries, error):
+def test_a_start_whose_port_was_taken_is_tried_again(logs, causes, tries, error):
     """Each attempt that fails adds its cause to the log; vLLM's own error only points there."""
-    out, log, calls = ["INFO starting\n"], ["a warning\n"], []
-    monkeypatch.setattr(start_error, "own_output", lambda: ["".join(out), "".join(log)])
+    calls = []
 
     async def start():
         calls.append(1)
-        out.append("INFO loading\n")
+        logs["out"]("INFO loading\n")
         if len(calls) <= len(causes):
-            log.append(causes[len(calls) - 1])
+            logs["log"](causes[len(calls) - 1])
             raise RuntimeError("Engine core initialization failed. See root cause above.")
 
+    logs["out"]("INFO starting\n")
+    logs["log"]("a warning\n")
     if error is None:
         asyncio.run(started(start))
     else:
         with pytest.raises(EngineStartError, match=error):
             asyncio.run(started(start))
     assert len(calls) == tries
+
+
+@pytest.mark.parametrize("before, meanwhile", [(0, 0), (2**21, 0), (2**20 - 100, 100), (2**20, 2**19)])
+def test_causes_of_before_are_not_told_however_long_the_log_is(logs, before, meanwhile):
+    async def start():
+        logs["log"]("x" * meanwhile + "\n" + NO_ROOM)
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    logs["log"](PORT + "x\n" * (before // 2) + PORT)
+    with pytest.raises(EngineStartError, match="no room$"):
+        asyncio.run(started(start))
 
 
 def terminate() -> None:
@@ -73,6 +103,7 @@ def terminate() -> None:
 ENDS = {  # what the engine's process does, what is told of it
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was ended by SIGKILL, by hand or by the kernel for want of main memory$"),
     "terminated": (terminate, r"was ended by SIGTERM$"),
+    "real-time": (lambda: os.kill(os.getpid(), signal.SIGRTMIN + 3), rf"was ended by signal {signal.SIGRTMIN + 3}$"),
     "exit": (lambda: os._exit(3), r"ended with exit code 3$"),
 }
 
@@ -81,7 +112,7 @@ ENDS = {  # what the engine's process does, what is told of it
 def test_a_process_that_ends_while_it_starts_is_told_with_engine_pid_and_signal(monkeypatch, how):
     """vLLM sees its pipe closed before there is an exit code, and its message has none."""
     end, words = ENDS[how]
-    monkeypatch.setattr(start_error, "own_output", lambda: ["", ""])
+    monkeypatch.setattr(start_error, "own_logs", lambda: [None, None])
     before = multiprocessing.process.BaseProcess.start
     made = []
 
@@ -96,8 +127,18 @@ def test_a_process_that_ends_while_it_starts_is_told_with_engine_pid_and_signal(
     assert multiprocessing.process.BaseProcess.start is before
 
 
+def test_the_logs_are_the_files_that_both_streams_go_to(tmp_path):
+    code = "import sys; from qarl_openrlhf.engine import start_error as s; print(s.own_logs(), s.written_so_far(), flush=True)"
+    for out in (tmp_path / "out", None):
+        with open(tmp_path / "err", "w") as err, open(out or os.devnull, "w") as file:
+            where = {"stdout": file if out else subprocess.PIPE, "stderr": err}
+            ended = subprocess.run([sys.executable, "-c", "import sys; print('four', file=sys.stderr, flush=True); " + code], text=True, **where)
+        said = out.read_text() if out else ended.stdout
+        assert said == f"{[str(out) if out else None, str(tmp_path / 'err')]} [0, 5]\n"
+
+
 def test_an_error_that_vllm_names_itself_is_tried_again_too(monkeypatch):
-    monkeypatch.setattr(start_error, "own_output", lambda: ["", ""])
+    monkeypatch.setattr(start_error, "own_logs", lambda: [None, None])
     calls = []
 
     async def start():
