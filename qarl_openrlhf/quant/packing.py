@@ -94,8 +94,9 @@ def quantize_with_copy(
     if scheme.weight_format == "int4":
         fields = {"weight_packed": codes, "weight_shape": torch.tensor(shape[-2:], dtype=torch.int64)}
     if check and not torch.isfinite(scale).all():
-        bad = int((~torch.isfinite(w)).sum())
-        raise QuantError(f"{name}: {bad} of {w.numel()} weights are NaN or infinite; the update that wrote them diverged")
+        bad, given = (int((~torch.isfinite(t)).sum()) for t in (values, w))
+        large = f" as BF16 ({bad - given} of them are too large for it)" if bad > given else ""
+        raise QuantError(f"{name}: {bad} of {w.numel()} weights are NaN or infinite{large}; the update that wrote them diverged")
     return PackedWeight(scheme, shape, scale.to(dtype), **fields), dequantized
 
 

@@ -43,12 +43,15 @@ def ungathered(engine, network: nn.Module) -> Iterator[int]:
     own = copy(coordinator)
     own._clear_trace_structures() if own.is_invalid_trace() else own._invalidate_trace()
     zero.param_coordinator = own
+    orders = {module: list(module._parameters) for module, _ in away}
     for module, name in away:  # DeepSpeed's hooks go by a module's parameters; its forward finds an attribute just as well
         module.__dict__[name] = module._parameters.pop(name)
     try:
         yield len(away)
     finally:
-        for module, name in reversed(away):
+        for module, name in away:
             module._parameters[name] = module.__dict__.pop(name)
-            module._parameters.move_to_end(name, last=False)  # as it was, before a bias
+        for module, order in orders.items():
+            for name in order:
+                module._parameters.move_to_end(name)
         zero.param_coordinator = coordinator
