@@ -292,13 +292,13 @@ class QarlRolloutActor(_RolloutActor):
         update = {"bucket": bucket, "ticket": pickle.dumps(ticket)}
         await self._step(self.llm.update_weights(WeightTransferUpdateRequest(update)))
 
-    async def finish_update(self, version: int, names: list[str]) -> list[dict]:
-        """Prove the model complete and go READY. names: all tensors the learner sent. Returns each rank's receipt."""
+    async def finish_update(self, version: int, sent: int) -> list[dict]:
+        """Prove the model complete and go READY. sent: how many tensors the learner did. Returns each rank's receipt."""
         session = self.session
         receipts = await self._step(self.llm.finish_weight_update())
         for receipt in receipts:
-            if receipt["tensors"] != len(names):
-                await self._fail(f"rank {receipt['rank']} got {receipt['tensors']} of {len(names)} tensors", session)
+            if receipt["tensors"] != sent:
+                await self._fail(f"rank {receipt['rank']} got {receipt['tensors']} of {sent} tensors", session)
         if session != self.session:
             raise SyncError(f"{self.name}: version {version} was given up before it was complete")
         self.token_versions.begin(version)

@@ -96,8 +96,7 @@ class Publisher:
         connected = time.perf_counter()
         self.sender.begin()
         self._ask("begin_update", version)
-        names: list[str] = []
-        total = buckets = 0
+        total = buckets = sent = 0
         waiting = 0.0
         in_flight: tuple | None = None
         for bucket, flat in pack_buckets(
@@ -110,17 +109,17 @@ class Publisher:
             # This bucket was made while the one before was on its way.
             waiting += self._settle(in_flight)
             in_flight = self._send(bucket, flat)
-            names += bucket.names
+            sent += len(bucket.names)
             total += bucket.nbytes
             buckets += 1
         waiting += self._settle(in_flight)
         finishing = time.perf_counter()
-        self.receipts = [receipt for engine in self._ask("finish_update", version, names) for receipt in engine]
+        self.receipts = [receipt for engine in self._ask("finish_update", version, sent) for receipt in engine]
         ended = time.perf_counter()
         return {
             "sync/version": version,
             "sync/bytes": total,
-            "sync/tensors": len(names),
+            "sync/tensors": sent,
             "sync/buckets": buckets,
             "sync/connect_ms": (connected - started) * 1e3,
             # waiting for sends and engines, without the time in which the next bucket was being made anyway
