@@ -24,6 +24,7 @@ from qarl_openrlhf.engine.moe_method import CpuMoEMethod
 from qarl_openrlhf.kernels import dispatch, product
 from qarl_openrlhf.patches.vllm_names import RoutedExperts
 from qarl_openrlhf.quant import PackedWeight, QuantScheme
+from qarl_openrlhf.quant.names import DECODER_LAYER, ROUTER_GATES
 
 METHOD = "qarl"
 
@@ -65,18 +66,24 @@ class QarlConfig(QuantizationConfig):
         if isinstance(layer, LinearBase):
             # The learner's rule (quant.convert): decoder layers, without router gates.
             last = prefix.rsplit(".", 1)[-1]
-            quantized = self.scheme.quantized and ".layers." in prefix and last not in ("gate", "shared_expert_gate")
+            quantized = self.scheme.quantized and DECODER_LAYER.search(prefix) and last not in ROUTER_GATES
             return QarlLinearMethod(self.scheme, prefix) if quantized else PlainLinearMethod()
         if isinstance(layer, VocabParallelEmbedding):
             return PlainEmbeddingMethod()
         return None
 
 
-@register_weight_loader_v2_supported_method
-class PlainLinearMethod(LinearMethodBase):
-    """Unquantized ``weight`` [N, K], replaceable in place."""
+class InPlaceLinearMethod(LinearMethodBase):
+    """What vLLM asks of a linear layer's method, for parameters that keep their checkpoint layout."""
 
-    in_place = True  # parameters keep their checkpoint layout
+    in_place = True
+
+    def parameters(self, rows: list[int], k: int, dtype: torch.dtype, loader) -> dict[str, nn.Parameter]:
+        """Name -> parameter of this rank, for a layer with ``rows`` of each projection fused into it and ``k`` columns."""
+        raise NotImplementedError
+
+    def check(self, n: int, k: int, tp: int) -> None:
+        """QuantError if a layer [n, k], whole, cannot run like this on ``tp`` ranks."""
 
     def create_weights(
         self,
@@ -88,9 +95,19 @@ class PlainLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **attributes,
     ) -> None:
-        weight = torch.zeros(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
-        loader = attributes["weight_loader"]
-        layer.register_parameter("weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader))
+        self.check(output_size, input_size, layer.tp_size)
+        made = self.parameters(output_partition_sizes, input_size_per_partition, params_dtype, attributes["weight_loader"])
+        for name, parameter in made.items():
+            layer.register_parameter(name, parameter)
+
+
+@register_weight_loader_v2_supported_method
+class PlainLinearMethod(InPlaceLinearMethod):
+    """Unquantized ``weight`` [N, K], replaceable in place."""
+
+    def parameters(self, rows: list[int], k: int, dtype: torch.dtype, loader) -> dict[str, nn.Parameter]:
+        weight = torch.zeros(sum(rows), k, dtype=dtype)
+        return {"weight": ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader)}
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         layer.qarl_operand = product.operand(layer.weight.data, layer.weight.dtype)
@@ -115,44 +132,33 @@ class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
 
 
 @register_weight_loader_v2_supported_method
-class QarlLinearMethod(LinearMethodBase):
+class QarlLinearMethod(InPlaceLinearMethod):
     """w4a16 and w8a8: parameters as :class:`PackedWeight` names them, forward as the learner's."""
-
-    in_place = True  # parameters keep their checkpoint layout
 
     def __init__(self, scheme: QuantScheme, prefix: str):
         self.scheme = scheme
         self.prefix = prefix
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **attributes,
-    ) -> None:
-        self.scheme.check_layer(self.prefix, output_size, input_size, tp=layer.tp_size, device="cpu")
-        loader = attributes["weight_loader"]
-        n, k = sum(output_partition_sizes), input_size_per_partition
-        both = {"input_dim": 1, "output_dim": 0, "weight_loader": loader}
+    def check(self, n: int, k: int, tp: int) -> None:
+        self.scheme.check_layer(self.prefix, n, k, tp=tp, device="cpu")
+
+    def parameters(self, rows: list[int], k: int, dtype: torch.dtype, loader) -> dict[str, nn.Parameter]:
+        n, both = sum(rows), {"input_dim": 1, "output_dim": 0, "weight_loader": loader}
         if self.scheme.weight_format == "int4":
             packed = torch.zeros(n, k // 8, dtype=torch.int32)
-            scale = torch.zeros(n, k // self.scheme.group_size, dtype=params_dtype)
-            shape = ShardShapeParameter(len(output_partition_sizes))
+            scale = torch.zeros(n, k // self.scheme.group_size, dtype=dtype)
+            shape = ShardShapeParameter(len(rows))
             shape.weight_loader = ShardShapeParameter.load
-            layer.register_parameter("weight_packed", PackedvLLMParameter(data=packed, packed_dim=1, packed_factor=8, **both))
-            layer.register_parameter("weight_scale", GroupQuantScaleParameter(data=scale, **both))
-            layer.register_parameter("weight_shape", shape)
-        else:
-            weight = torch.zeros(n, k, dtype=torch.int8)
-            scale = torch.zeros(n, 1, dtype=params_dtype)
-            layer.register_parameter("weight", ModelWeightParameter(data=weight, **both))
-            layer.register_parameter(
-                "weight_scale", ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=loader)
-            )
+            return {
+                "weight_packed": PackedvLLMParameter(data=packed, packed_dim=1, packed_factor=8, **both),
+                "weight_scale": GroupQuantScaleParameter(data=scale, **both),
+                "weight_shape": shape,
+            }
+        scale = torch.zeros(n, 1, dtype=dtype)
+        return {
+            "weight": ModelWeightParameter(data=torch.zeros(n, k, dtype=torch.int8), **both),
+            "weight_scale": ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=loader),
+        }
 
     def packed(self, layer: nn.Module) -> PackedWeight:
         """This rank's (fused) weight [N, K], sharing the engine's memory."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from qarl_openrlhf.engine.layout import Part, Slot
-
-PROJECTIONS = ("gate_up_proj", "down_proj")
+from qarl_openrlhf.quant.names import PROJECTIONS
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from qarl_openrlhf.engine.layout import Part
-from qarl_openrlhf.engine.moe_layout import PROJECTIONS, GateUpPart, checkpoint_name, expert_slot, rank_part
+from qarl_openrlhf.engine.moe_layout import GateUpPart, checkpoint_name, expert_slot, rank_part
 from qarl_openrlhf.kernels import dispatch, grouped, moe, product
 from qarl_openrlhf.patches.vllm_names import RoutedExperts
 from qarl_openrlhf.quant import PackedWeight, QuantError, QuantScheme
+from qarl_openrlhf.quant.names import PROJECTIONS
 
 _CODES = {"int4": "weight_packed", "int8": "weight"}
 

@@ -5,31 +5,14 @@ calls ``step`` with its flat float32 partitions, whose moments bitsandbytes keep
 Master weights stay float32. Partitions of fewer than 4096 numbers keep float32 moments.
 """
 
-from contextlib import contextmanager
-
-import deepspeed
+from qarl_openrlhf.optim import client
 
 
-@contextmanager
 def in_place_of_deepspeeds(adam: dict):
-    """Within it ``deepspeed.initialize`` builds bitsandbytes' AdamW8bit, whatever optimizer its config names.
-
-    OpenRLHF calls it with ``optimizer=None`` in the middle of a long method; this is the one argument that must differ.
-    """
+    """Within it ``deepspeed.initialize`` builds bitsandbytes' AdamW8bit, see :mod:`qarl_openrlhf.optim.client`."""
     from bitsandbytes.optim import AdamW8bit
 
-    initialize = deepspeed.initialize
+    def make(model, parameters, config) -> AdamW8bit:
+        return AdamW8bit(parameters, lr=adam["lr"], betas=tuple(adam["betas"]), eps=adam["eps"], weight_decay=adam["weight_decay"])
 
-    def with_8bit_moments(*, model, config, model_parameters, optimizer=None, **kwargs):
-        ours = AdamW8bit(
-            model_parameters, lr=adam["lr"], betas=tuple(adam["betas"]), eps=adam["eps"], weight_decay=adam["weight_decay"]
-        )
-        config = {key: value for key, value in config.items() if key != "optimizer"}
-        config |= {"zero_allow_untested_optimizer": True}  # DeepSpeed asks for it before it takes an optimizer it does not know
-        return initialize(model=model, optimizer=ours, config=config, **kwargs)
-
-    deepspeed.initialize = with_8bit_moments
-    try:
-        yield
-    finally:
-        deepspeed.initialize = initialize
+    return client.in_place_of_deepspeeds(make)

@@ -4,24 +4,20 @@ Muon is for the weight matrices of the decoder layers (every expert's gate, up a
 however they are stacked). Embeddings, lm_head, router gates, norms and biases get AdamW, norms and biases without decay.
 """
 
-import re
-
 from torch import nn
 
 from qarl_openrlhf.quant import experts
-
-_DECODER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-_ROUTER_GATES = ("gate", "shared_expert_gate")
+from qarl_openrlhf.quant.names import DECODER_LAYER, ROUTER_GATES
 
 
 def matrix_shapes(model: nn.Module) -> dict[str, tuple[int, int, int]]:
     """Parameter name -> (count, rows, columns): the matrices lying one after the other in it that Muon updates."""
     shapes = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and _DECODER_LAYER.search(f"{name}.") and name.rsplit(".", 1)[-1] not in _ROUTER_GATES:
+        if isinstance(module, nn.Linear) and DECODER_LAYER.search(f"{name}.") and name.rsplit(".", 1)[-1] not in ROUTER_GATES:
             shapes[f"{name}.weight"] = (1, *_shape(module.weight))
     for name, module in experts.expert_modules(model).items():
-        if experts.problem(module) is None and _DECODER_LAYER.search(f"{name}."):
+        if experts.problem(module) is None and DECODER_LAYER.search(f"{name}."):
             e, n, k = _shape(module.gate_up_proj)
             shapes[f"{name}.gate_up_proj"] = (2 * e, n // 2, k)  # gate rows first, then up, expert by expert
             shapes[f"{name}.down_proj"] = _shape(module.down_proj)

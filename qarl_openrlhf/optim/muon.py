@@ -8,15 +8,12 @@ flat float32 partitions, and casts the result. Momentum is elementwise and lives
 inside a step, one batch at a time (:mod:`qarl_openrlhf.optim.exchange`).
 """
 
-from contextlib import contextmanager
-
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from qarl_openrlhf.optim import groups, shards
+from qarl_openrlhf.optim import client, groups, shards
 from qarl_openrlhf.optim.exchange import Exchange, plan
 from qarl_openrlhf.optim.newton_schulz import newton_schulz, scale
 
@@ -87,27 +84,13 @@ class Muon(torch.optim.Optimizer):
         )  # fmt: skip
 
 
-@contextmanager
 def in_place_of_deepspeeds(muon: dict, adam: dict):
-    """Within it ``deepspeed.initialize`` builds a :class:`Muon` for its model, whatever optimizer its config names.
+    """Within it ``deepspeed.initialize`` builds a :class:`Muon` for its model, see :mod:`qarl_openrlhf.optim.client`."""
 
-    OpenRLHF calls it with ``optimizer=None`` in the middle of a long method; this is the one argument that must differ.
-    """
-    initialize = deepspeed.initialize
-
-    def with_muon(*, model, config, optimizer=None, model_parameters=None, **kwargs):
+    def make(model: nn.Module, parameters, config: dict) -> Muon:
         if config["zero_optimization"]["stage"] == 0:
             raise ValueError("Muon needs ZeRO: use --ds.zero_stage 1, 2 or 3 with --actor.optim muon")
-        ours = Muon(model, muon, adam)
-        config = {key: value for key, value in config.items() if key != "optimizer"}
-        # DeepSpeed asks for these before it takes an optimizer that it does not know.
-        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-        engine, zero, loader, scheduler = initialize(model=model, optimizer=ours, config=config, **kwargs)
-        ours.bind(zero)
-        return engine, zero, loader, scheduler
+        return Muon(model, muon, adam)
 
-    deepspeed.initialize = with_muon
-    try:
-        yield
-    finally:
-        deepspeed.initialize = initialize
+    # With weights in main memory DeepSpeed would insist on an optimizer of its own.
+    return client.in_place_of_deepspeeds(make, Muon.bind, zero_force_ds_cpu_optimizer=False)

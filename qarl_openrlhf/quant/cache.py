@@ -137,11 +137,6 @@ class QuantCache:
         unchecked, self._unchecked = self._unchecked, {}
         require_finite(unchecked)
 
-    def packed_weights(self) -> dict[str, PackedWeight]:
-        """Layer name -> packed weight, of the layers quantized in this step (nothing in mode ``none``)."""
-        self.require_finite()
-        return {name: held.packed for name, held in self._weights.items()}
-
     def invalidate(self) -> None:
         """Forget all weights: call after an optimizer step and after anything else that wrote the parameters."""
         self._weights.clear()

@@ -18,10 +18,8 @@ from qarl_openrlhf.quant import experts
 from qarl_openrlhf.quant.cache import QuantCache
 from qarl_openrlhf.quant.errors import QuantError
 from qarl_openrlhf.quant.linear import QuantLinear
+from qarl_openrlhf.quant.names import DECODER_LAYER, PROJECTIONS, ROUTER_GATES
 from qarl_openrlhf.quant.scheme import QuantScheme
-
-_DECODER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-_ROUTER_GATES = ("gate", "shared_expert_gate")  # vLLM runs these unquantized, too
 
 
 class LayerPlan(NamedTuple):
@@ -88,7 +86,7 @@ def convert_model(
         if name in linears:
             plans.append(_plan(name, module.weight, scheme, skip))
         elif name in blocks:
-            weights = {p: getattr(module, p, None) for p in experts.PROJECTIONS}
+            weights = {p: getattr(module, p, None) for p in PROJECTIONS}
             plans += [_plan(f"{name}.{p}", w, scheme, skip) for p, w in weights.items() if _dimensions(w) == 3]
     for plan in plans:
         if plan.scheme is not None:
@@ -117,7 +115,7 @@ def convert_model(
 def _attach_experts(blocks: dict[str, nn.Module], schemes: dict[str, QuantScheme | None], cache: QuantCache) -> None:
     for name, block in blocks.items():
         if experts.problem(block) is None:  # else nothing of it is quantized: transformers' own product stays
-            experts.attach(block, {p: schemes[f"{name}.{p}"] for p in experts.PROJECTIONS}, name=name, cache=cache)
+            experts.attach(block, {p: schemes[f"{name}.{p}"] for p in PROJECTIONS}, name=name, cache=cache)
 
 
 def _plan(name: str, weight: Tensor, scheme: QuantScheme, skip: tuple[str, ...]) -> LayerPlan:
@@ -125,9 +123,9 @@ def _plan(name: str, weight: Tensor, scheme: QuantScheme, skip: tuple[str, ...])
     count = stacked[0] if stacked else 1
     if not scheme.quantized:
         reason = "bf16"
-    elif not _DECODER_LAYER.search(name):
+    elif not DECODER_LAYER.search(name):
         reason = "outside the decoder layers"
-    elif name.rsplit(".", 1)[-1] in _ROUTER_GATES:
+    elif name.rsplit(".", 1)[-1] in ROUTER_GATES:
         reason = "router gate"
     elif any(fnmatchcase(name, pattern) for pattern in skip):
         reason = "skipped by name"
@@ -149,7 +147,7 @@ def _refuse_other_experts(model: nn.Module, scheme: QuantScheme, planned: set[st
     # Leaving stacked weights that we do not know in BF16 would be silent misalignment.
     for name, parameter in model.named_parameters():
         known = name in planned or any(fnmatchcase(name, p) for p in skip)
-        if _dimensions(parameter) == 3 and _DECODER_LAYER.search(name) and not known:
+        if _dimensions(parameter) == 3 and DECODER_LAYER.search(name) and not known:
             shape = list(getattr(parameter, "ds_shape", parameter.shape))
             raise QuantError(
                 f"{name} {shape}: fused MoE experts like these cannot run {scheme}; those of Qwen3-MoE (gate_up_proj, "

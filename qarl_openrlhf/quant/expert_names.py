@@ -18,7 +18,6 @@ from torch import Tensor
 from qarl_openrlhf.quant.errors import QuantError
 
 _STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(\.(?P<suffix>weight\w*))?$")
-_SINGLE = re.compile(r"(?P<experts>.*\.experts)\.(?P<e>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<suffix>weight\w*)$")
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -48,31 +47,3 @@ def to_checkpoint(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple
         for e, halves in enumerate(pieces):
             for half, piece in zip(_HALVES[projection], halves, strict=True):
                 yield f"{prefix}.{e}.{half}.{suffix}", piece
-
-
-def from_checkpoint(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The inverse of :func:`to_checkpoint`; QuantError naming the first expert's tensor that is missing."""
-    groups: dict[tuple[str, str, str], dict[tuple[int, str], Tensor]] = {}
-    for name, tensor in named_tensors:
-        match = _SINGLE.match(name)
-        if match is None:
-            yield name, tensor
-            continue
-        stacked = "down_proj" if match["projection"] == "down_proj" else "gate_up_proj"
-        key = (match["experts"], stacked, match["suffix"])
-        groups.setdefault(key, {})[int(match["e"]), match["projection"]] = tensor
-    for (prefix, projection, suffix), parts in groups.items():
-        count = 1 + max(e for e, _ in parts)
-        wanted = [(e, half) for e in range(count) for half in _HALVES[projection]]
-        missing = [f"{prefix}.{e}.{half}.{suffix}" for e, half in wanted if (e, half) not in parts]
-        if missing:
-            raise QuantError(f"the checkpoint lacks {missing[0]}, one of {count} experts' tensors ({len(missing)} are missing)")
-        layer = f"{prefix}.{projection}"
-        if suffix == "weight_shape":
-            one = parts[0, _HALVES[projection][0]]
-            yield f"{layer}.{suffix}", torch.stack([one[0] * len(_HALVES[projection]), one[1]])
-            continue
-        stacked = torch.stack([torch.cat([parts[e, half] for half in _HALVES[projection]]) for e in range(count)])
-        # An unquantized parameter has no suffix of its own, an 8-bit one has: both are "weight" in a checkpoint.
-        plain = suffix == "weight" and (prefix, projection, "weight_scale") not in groups
-        yield (layer if plain else f"{layer}.{suffix}"), stacked

@@ -15,11 +15,11 @@ from qarl_openrlhf.kernels import grouped, moe
 from qarl_openrlhf.quant.cache import QuantCache
 from qarl_openrlhf.quant.dtypes import in_dtype, product_dtype
 from qarl_openrlhf.quant.errors import QuantError
+from qarl_openrlhf.quant.names import PROJECTIONS
 from qarl_openrlhf.quant.packing import PackedWeight
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 IMPLEMENTATION = "qarl"
-PROJECTIONS = ("gate_up_proj", "down_proj")
 # Of modules made by transformers' use_experts_implementation: what this implementation computes.
 _LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 # These routers are softmax, then top-k, then (norm_topk_prob) division by the sum: kernels.moe.route.

@@ -12,7 +12,8 @@ from qarl_openrlhf.kernels import product
 from qarl_openrlhf.quant import QuantError, QuantScheme
 from qarl_openrlhf.quant.cache import QuantCache
 from qarl_openrlhf.quant.convert import convert_model
-from qarl_openrlhf.quant.experts import PROJECTIONS, QuantExperts
+from qarl_openrlhf.quant.experts import QuantExperts
+from qarl_openrlhf.quant.names import PROJECTIONS
 from qarl_openrlhf.quant.linear import QuantLinear, quantized_forward
 from tests.tiny_models import loss_of, tiny, tiny_moe
 

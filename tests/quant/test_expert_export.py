@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from qarl_openrlhf.quant import QuantScheme, dequantize_weight
 from qarl_openrlhf.quant.convert import convert_model, published_tensors, quantized_layers
-from qarl_openrlhf.quant.expert_names import from_checkpoint
+from qarl_openrlhf.quant.expert_names import to_checkpoint
 from qarl_openrlhf.quant.export import INDEX_NAME, export_checkpoint
 from safetensors.torch import save_file
 from test_export import library_weight, read
@@ -24,9 +24,8 @@ def test_export_reloads(tmp_path, name):
     export_checkpoint(model, model.config, str(tmp_path / "out"), scheme)
     tensors = read(tmp_path / "out")
     assert "model.layers.1.mlp.experts.3.up_proj.weight_scale" in tensors or name == "bf16"
-    pushed = dict(published_tensors(model, scheme))
-    back = dict(from_checkpoint(tensors.items()))
-    assert back.keys() == pushed.keys() and all(torch.equal(back[n], t) for n, t in pushed.items())
+    wanted = dict(to_checkpoint(published_tensors(model, scheme)))
+    assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[n], t) for n, t in wanted.items())
 
     config = json.load(open(tmp_path / "out" / "config.json"))
     quantization = config.pop("quantization_config", None)
@@ -52,6 +51,5 @@ def test_shards_of_stacked_weights(tmp_path):
     export_checkpoint(model, model.config, str(tmp_path / "out"), parse("w4a16:g32"), max_shard_size="20KB")
     index = json.load(open(tmp_path / "out" / INDEX_NAME))
     assert len(set(index["weight_map"].values())) > 3
-    pushed = dict(published_tensors(model, parse("w4a16:g32")))
-    back = dict(from_checkpoint(read(tmp_path / "out").items()))
-    assert all(torch.equal(back[n], t) for n, t in pushed.items())
+    wanted, found = dict(to_checkpoint(published_tensors(model, parse("w4a16:g32")))), read(tmp_path / "out")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[n], t) for n, t in wanted.items())

@@ -1,10 +1,10 @@
-"""Every name of an expert's tensor, from the push to the checkpoint and back."""
+"""Every name of an expert's tensor, from the push to the checkpoint."""
 
 import pytest
 import torch
 from qarl_openrlhf.quant import QuantError, QuantScheme
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
-from qarl_openrlhf.quant.expert_names import from_checkpoint, to_checkpoint
+from qarl_openrlhf.quant.expert_names import to_checkpoint
 from tests.tiny_models import tiny_moe
 
 parse = QuantScheme.parse
@@ -18,19 +18,11 @@ def published(name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["w4a16:g32", "w8a8", "fp8", "bf16"])
-def test_there_and_back(name):
-    pushed = published(name)
-    split = list(to_checkpoint(pushed.items()))
-    assert len(split) == len({n for n, _ in split})
-    back = dict(from_checkpoint(split))
-    assert back.keys() == pushed.keys()
-    assert all(torch.equal(back[n].view(torch.uint8), t.view(torch.uint8)) and back[n].shape == t.shape for n, t in pushed.items())
-
-
-@pytest.mark.parametrize("name", ["w4a16:g32", "w8a8", "bf16"])
 def test_each_name_holds_its_own_rows(name):
     pushed = published(name)
-    split = dict(to_checkpoint(pushed.items()))
+    listed = list(to_checkpoint(pushed.items()))
+    split = dict(listed)
+    assert len(split) == len(listed)
     for stacked, tensor in pushed.items():
         if ".experts." not in stacked:
             assert split.pop(stacked) is tensor
@@ -46,7 +38,8 @@ def test_each_name_holds_its_own_rows(name):
             else:
                 wanted = {"gate_proj": tensor[e, :64], "up_proj": tensor[e, 64:]}
             for half, rows in wanted.items():
-                assert torch.equal(split.pop(f"{prefix}.experts.{e}.{half}.{suffix}"), rows)
+                one = split.pop(f"{prefix}.experts.{e}.{half}.{suffix}")
+                assert one.shape == rows.shape and torch.equal(one.view(torch.uint8), rows.view(torch.uint8))
     assert not split
 
 
@@ -59,10 +52,6 @@ def test_the_names_are_those_of_published_checkpoints():
     }
 
 
-def test_an_incomplete_checkpoint_is_refused_by_name():
-    split = dict(to_checkpoint(published("w4a16:g32").items()))
-    del split[f"{BLOCK}.2.up_proj.weight_scale"]
-    with pytest.raises(QuantError, match=rf"lacks {BLOCK}\.2\.up_proj\.weight_scale"):
-        dict(from_checkpoint(split.items()))
+def test_a_shape_before_the_weights_that_tell_how_many_experts_there_are_is_refused():
     with pytest.raises(QuantError, match="number of experts is not known"):
         list(to_checkpoint([(f"{BLOCK}.down_proj.weight_shape", torch.tensor([128, 64]))]))

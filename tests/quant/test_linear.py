@@ -211,7 +211,7 @@ def test_dequant_mode_keeps_what_the_products_read():
         convert_model(model, parse(name), cache="dequant")
         loss_of(model)
         weights = sum(m.weight.numel() for m in quantized_layers(model).values())
-        packed = sum(p.nbytes for p in model.quant_cache.packed_weights().values())
+        packed = sum(layer.packed().nbytes for layer in quantized_layers(model).values())
         element = 2 if product.cpu_multiplies_bf16() else 4
         if name == "w4a16:g32":
             assert model.quant_cache.nbytes == packed + copies * element * weights

@@ -94,7 +94,8 @@ def train(kind: str, stage: int, rank: int, world: int, reentrant: bool) -> dict
     batches = torch.randint(3, 160, (2, world, 2, 12), generator=generator)[:, rank]
     out = {"report": [tuple(p[:3]) for p in report.layers], "partitioned": partitioned, "calls": []}
     before = publish()
-    packed_before = model.quant_cache.packed_weights()
+    packed = lambda: {n: layer.packed() for n, layer in quantized_layers(model).items()}  # noqa: E731
+    packed_before = packed()
     out["calls"].append(stats.quantize_calls)
     if stage == 3:
         model.names_before = [name for name, _ in model.named_parameters()]
@@ -109,7 +110,7 @@ def train(kind: str, stage: int, rank: int, world: int, reentrant: bool) -> dict
     if stage == 3:  # a hit needs no gather, and the parameters are away
         layers = quantized_layers(model).values()
         out["gone"] = all(m.weight.numel() == 0 and m.is_packed() for m in layers)
-    changed = [count_changed_codes(packed_before[n], p) for n, p in model.quant_cache.packed_weights().items()]
+    changed = [count_changed_codes(packed_before[n], p) for n, p in packed().items()]
     out["losses"] += run_step(engine, batches)
     out["calls"].append(stats.quantize_calls)
     out["changed"] = [sum(x) for x in zip(*changed, strict=True)]
