@@ -10,7 +10,7 @@ import torch
 
 from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
-from qarl_openrlhf.checkpoint.find import choose
+from qarl_openrlhf.checkpoint.find import choose, tags
 from qarl_openrlhf.checkpoint.state import random_state, set_random_state
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.preflight.resume import choose_checkpoint
@@ -24,9 +24,9 @@ def train(learner, items):
     return metrics
 
 
-def save(learner, directory, tag):
+def save(learner, directory, tag, keep=2):
     learner.strategy.rank_state = {"version": 3}
-    learner.strategy.save_ckpt(learner.actor.model, str(directory), tag, max_num=2, client_state={"global_step": 3})
+    learner.strategy.save_ckpt(learner.actor.model, str(directory), tag, max_num=keep, client_state={"global_step": 3})
 
 
 def weights(learner):
@@ -110,6 +110,18 @@ def test_written_again_rotated_and_cleaned_up(make_learner, tmp_path):
     assert sorted(p.name for p in directory.iterdir() if p.is_dir()) == ["global_step2", "global_step3"]
     assert (directory / "latest").read_text() == "global_step3"
     assert all(manifest.problem(directory / tag) is None for tag in ("global_step2", "global_step3"))
+
+
+def test_with_a_critic_the_one_before_stays_until_both_hold_the_new_one(make_learner, tmp_path):
+    learner = make_learner(ckpt__path=str(tmp_path))
+    learner.strategy.args.critic.model_name_or_path = "critic"
+    roles, facts = ["_actor", "_critic"], {"zero_stage": learner.args.ds.zero_stage, "world_size": 1}
+    for step in (1, 2, 3):
+        for role in roles:
+            save(learner, tmp_path / role, f"global_step{step}", keep=1)
+            if role == "_critic" or step > 1:
+                assert choose(tmp_path, roles, facts=facts).tag == f"global_step{step if role == '_critic' else step - 1}"
+    assert [tags(tmp_path / role) for role in roles] == [["global_step3"], ["global_step3"]]
 
 
 def test_random_state_is_all_of_it():
