@@ -16,6 +16,7 @@ from qarl_openrlhf.checkpoint.flags import deciding, flatten
 from qarl_openrlhf.checkpoint.prompts import position
 from qarl_openrlhf.checkpoint.state import random_state, rank_file
 from qarl_openrlhf.checkpoint.write import rotate_together, write_checkpoint
+from qarl_openrlhf.data.files import let_umask_rule
 from qarl_openrlhf.kernels import dispatch
 from qarl_openrlhf.optim import adam8bit, muon
 from qarl_openrlhf.patches.rotary import restore_frequencies
@@ -145,7 +146,9 @@ class QarlStrategy(DeepspeedStrategy):
         def save_once(directory, *, state_dict=None, **options):
             if state_dict is not None:
                 state_dict = {name: tensor for name, tensor in state_dict.items() if tied.get(name) not in state_dict}
-            return save(directory, state_dict=state_dict, **options)
+            saved = save(directory, state_dict=state_dict, **options)
+            let_umask_rule(directory)
+            return saved
 
         network.save_pretrained = save_once
         try:

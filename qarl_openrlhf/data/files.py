@@ -7,6 +7,7 @@ import glob
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 import uuid
@@ -74,11 +75,29 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def let_umask_rule(directory: str | os.PathLike, pattern: str = "*.safetensors") -> None:
+    """Give files the mode that the process's umask (or the directory's own rule) gives a new file there.
+
+    safetensors writes through a temporary file of Python's kind, which its owner alone may read, and leaves it so.
+    """
+    probe = Path(directory, f".mode{uuid.uuid4().hex[:16]}")  # asking os.umask would change it for other threads meanwhile
+    opened = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        mode = stat.S_IMODE(os.fstat(opened).st_mode)
+    finally:
+        os.close(opened)
+        probe.unlink()
+    for path in Path(directory).glob(pattern):
+        if path.is_file() and not path.is_symlink():  # a link's file is another one's
+            path.chmod(mode)
+
+
 @contextmanager
 def scratch_directory(parent: str | os.PathLike, prefix: str) -> Iterator[Path]:
     """A directory in `parent` that is removed when the block ends; first those go that killed processes left under this prefix.
 
-    Its process holds a lock on it, which the system gives back however the process ends.
+    Its process holds a lock on it, which the system gives back however the process ends. Its mode is mkdtemp's, for its owner alone: what
+    is to stay is written to a directory made within it.
     """
     for left in Path(parent).glob(f"{glob.escape(prefix)}*"):
         if re.fullmatch(r"[a-z0-9_]{8}", left.name.removeprefix(prefix)) and left.is_dir():  # as mkdtemp names them

@@ -22,7 +22,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from qarl_openrlhf.data.files import atomic_directory, why_unwritable
+from qarl_openrlhf.data.files import atomic_directory, let_umask_rule, why_unwritable
 from qarl_openrlhf.data.lines import write_jsonl
 from qarl_openrlhf.data.reasoning_gym import DataError, parse_setting, problems, rows_of
 from qarl_openrlhf.data.worked_sums import STYLES, distinct, prompt_style, response, supervised
@@ -230,6 +230,7 @@ def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> d
         show(f"BF16 and {settings.scheme} are {record['apart']:.4f} nats a token apart on right responses")
     with atomic_directory(out) as part:
         model.save_pretrained(part / "model")
+        let_umask_rule(part / "model")
         tokenizer.save_pretrained(part / "model")
         for name, rows in sets.items():
             write_jsonl(part / f"{name}.jsonl", rows)

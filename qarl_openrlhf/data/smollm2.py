@@ -21,7 +21,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl_openrlhf.data.files import atomic_directory, why_unwritable
+from qarl_openrlhf.data.files import atomic_directory, let_umask_rule, why_unwritable
 
 if TYPE_CHECKING:  # torch and gguf are imported where they are used: finding the work already done takes no seconds
     import numpy as np
@@ -188,7 +188,7 @@ def write_model(reader, out: Path) -> None:
     ).save_pretrained(out)
     build_tokenizer(reader).save_pretrained(out)
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
+    let_umask_rule(out)
 
 
 def stamp_of(gguf_path: Path) -> dict:

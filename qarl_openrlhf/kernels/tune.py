@@ -10,8 +10,6 @@ cannot be read counts as none, one that cannot be written is left out) every pro
 import contextlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from pathlib import Path
 import torch
 import triton
 
+from qarl_openrlhf.data.files import atomic_file
 from qarl_openrlhf.kernels.library import INTERPRETED
 
 log = logging.getLogger(__name__)
@@ -65,16 +64,9 @@ class Tuner:
         if not cls.writable:
             return
         try:
-            cls.path.parent.mkdir(parents=True, exist_ok=True)
             choices = cls._stored() | cls.choices
-            with tempfile.NamedTemporaryFile("w", dir=cls.path.parent, delete=False) as file:
-                try:
-                    json.dump({key: c.__dict__ for key, c in sorted(choices.items())}, file, indent=1)
-                    file.flush()
-                    os.replace(file.name, cls.path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+            with atomic_file(cls.path) as part, open(part, "w") as file:
+                json.dump({key: c.__dict__ for key, c in sorted(choices.items())}, file, indent=1)
         except OSError as error:
             cls.writable = False
             log.warning("block sizes of kernels are not kept for later runs: %s cannot be written (%s)", cls.path, error)

@@ -8,7 +8,7 @@ run read or inherit that one file.
 
 import json
 import os
-import tempfile
+import uuid
 
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.paths import looks_local
@@ -105,8 +105,8 @@ def write_view(model: str, directory: str, max_positions: int | None, rope_theta
             f"{directory} holds a view of another model or other positions: remove it, or name another --metrics.dir"
         )
     os.makedirs(os.path.dirname(directory), exist_ok=True)
-    made = tempfile.mkdtemp(prefix=".view-", dir=os.path.dirname(directory))
-    os.chmod(made, 0o755)
+    made = os.path.join(os.path.dirname(directory), f".view-{uuid.uuid4().hex[:16]}")
+    os.mkdir(made)  # and not mkdtemp, whose mode is its own: umask is to rule
     for name, path in links.items():
         os.symlink(path, os.path.join(made, name))
     with open(os.path.join(made, "config.json"), "w", encoding="utf-8") as file:

@@ -10,7 +10,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qarl_openrlhf.data.files import scratch_directory
+from qarl_openrlhf.data.files import let_umask_rule, scratch_directory
 from qarl_openrlhf.quant import expert_names, finite
 from qarl_openrlhf.quant.convert import published_tensors
 from qarl_openrlhf.quant.replace import MARKER, check_target, put_in_place
@@ -46,8 +46,9 @@ def export_checkpoint(
         config.quantization_config = scheme.quantization_config(unquantized_linears(tensors))
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_directory(target.parent, f".{target.name}.export-") as written:
-        written.chmod(0o755)
+    with scratch_directory(target.parent, f".{target.name}.export-") as scratch:
+        written = scratch / "export"
+        written.mkdir()  # with the mode that umask gives, which the scratch directory does not have
         _write_tensors(tensors, written, max_shard_size)
         config.save_pretrained(written)
         if generation_config := getattr(model, "generation_config", generation_config):
@@ -73,6 +74,7 @@ def _write_tensors(tensors: dict[str, Tensor], directory: str, max_shard_size: s
     plan = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
     for filename, names in plan.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, os.path.join(directory, filename), metadata={"format": "pt"})
+    let_umask_rule(directory)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         with open(os.path.join(directory, INDEX_NAME), "w") as file:

@@ -1,4 +1,8 @@
-"""What an export may put its directory in place of: nothing, an empty directory, or an earlier export. Never anyone's files."""
+"""What an export may put its directory in place of: nothing, an empty directory, or an earlier export.
+
+A directory with the marker goes as a whole, with any file that was put beside the export later; only a directory within it keeps it.
+Without the marker, one file that no export writes does.
+"""
 
 from __future__ import annotations
 

@@ -54,6 +54,18 @@ def test_tied_weights_are_saved_once_and_loaded_as_one(learner, tmp_path, tied, 
     assert "save_pretrained" not in vars(trainer.actor.network)
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_every_file_has_the_mode_that_umask_gives(learner, tmp_path, umask):
+    trainer = learner(family="qwen3", ds__zero_stage=2)
+    before = os.umask(umask)
+    try:
+        saved(trainer, tmp_path / "model")
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "model").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {oct(0o666 & ~umask)}, modes
+
+
 @pytest.mark.slow
 def test_vllm_loads_a_tied_model(learner, tmp_path):
     trainer = learner(family="qwen3", tied=True, ds__zero_stage=2)

@@ -1,6 +1,7 @@
 """Writers of one file at the same time: threads of a process, and processes."""
 
 import os
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from qarl_openrlhf.data import files
-from qarl_openrlhf.data.files import atomic_directory, atomic_file, scratch_directory
+from qarl_openrlhf.data.files import atomic_directory, atomic_file, let_umask_rule, scratch_directory
 
 SIZE = 200_000
 WRITE = """
@@ -133,3 +134,23 @@ def test_scratch_that_another_process_removes_before_it_is_locked_is_made_anew(t
         files._remove_if_left(made)  # its lock is held
         assert made.is_dir()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_umask_rules_what_safetensors_wrote(tmp_path, umask):
+    import torch
+    from safetensors.torch import save_file
+
+    before = os.umask(umask)
+    try:
+        save_file({"x": torch.zeros(2)}, tmp_path / "model.safetensors")
+        (tmp_path / "link.safetensors").symlink_to("/dev/null")  # another one's file
+        let_umask_rule(tmp_path)
+        with atomic_file(tmp_path / "file") as part:
+            part.write_text("x")
+        with atomic_directory(tmp_path / "directory"):
+            pass
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir() if not path.is_symlink()}
+    assert modes == {"model.safetensors": 0o666 & ~umask, "file": 0o666 & ~umask, "directory": 0o777 & ~umask}
