@@ -2,7 +2,7 @@
 
 SOURCE: a DeepSpeed checkpoint of any ZeRO stage (OpenRLHF's --ckpt.path, its _actor, or one global_stepN; needs --model), a
 Hugging Face directory (OpenRLHF's --ckpt.output_dir, a *_hf directory), or a hub name. Every tensor written is read back and
-compared with the learner's, byte for byte; --verify also compares log-probs with an engine.
+compared, byte for byte, with what a learner of these weights publishes; --verify also compares log-probs with an engine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import argparse
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -25,8 +26,9 @@ from qarl_openrlhf.engine.offline import ENGINES, choose_engine, open_engine
 from qarl_openrlhf.patches.vllm_cpu import serve_command
 from qarl_openrlhf.preflight import hub
 from qarl_openrlhf.quant import QuantError, QuantScheme
-from qarl_openrlhf.quant.export_directory import bf16_directory, export_directory, load_learner
+from qarl_openrlhf.quant.export_directory import bf16_directory, deepspeed_step, export_directory, load_learner
 from qarl_openrlhf.quant.replace import check_target
+from qarl_openrlhf.quant.training_checkpoint import trained_in, which
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,9 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("source", metavar="SOURCE", help="DeepSpeed checkpoint, Hugging Face directory, or hub name")
     parser.add_argument("--out", required=True, help="directory to write: a new or empty one; an earlier export there is replaced once the new one is complete")
-    parser.add_argument("--scheme", default="bf16", help="bf16 (default), w4a16[:gN], w8a8, fp8, w4a8")
+    parser.add_argument("--scheme", default="bf16", help="bf16 (default), w4a16[:gN], w8a8, fp8, w4a8; of a checkpoint of quantized training bf16 or its own")
     parser.add_argument("--model", default=None, help="of a DeepSpeed checkpoint: the model it was trained from (config, tokenizer)")
-    parser.add_argument("--tag", default=None, help="of a DeepSpeed checkpoint: which one, e.g. global_step40 (default: the last)")
+    parser.add_argument("--tag", default=None, help="of a DeepSpeed checkpoint: which one, e.g. global_step40 (default: the newest)")
     parser.add_argument("--skip", nargs="*", default=[], metavar="PATTERN", help="layers to leave unquantized (names or fnmatch patterns)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size the groups must fit; also of --verify's engine")
     parser.add_argument("--verify", action="store_true", help="load it in vLLM and compare log-probs with the learner's forward")
@@ -71,6 +73,11 @@ def check(args) -> QuantScheme:
 
 def run(args) -> None:
     scheme = check(args)
+    step = deepspeed_step(args.source, args.tag)
+    trained = trained_in(step) if step else None
+    check_trained(args.source, step, trained, scheme)
+    if step:
+        print(which(args.source, step, args.tag), flush=True)
     with scratch_directory(_beside(args.out), ".export-") as scratch:
         source = bf16_directory(args.source, scratch / "bf16", model=args.model, tag=args.tag)
         # The text that --verify samples takes a forward a token: dequantizing in each of them is most of its time on a CPU.
@@ -78,13 +85,39 @@ def run(args) -> None:
         model, report = load_learner(source, scheme, skip=tuple(args.skip), tp=args.tp, cache=cache)
         print(report.table())
         count = export_directory(model, source, args.out, scheme)
-    print(f"{args.out}: {count} tensors, byte for byte the learner's")
+    print(f"{args.out}: {count} tensors, {what_it_is(args, step, trained, scheme)}")
     has_tokenizer = any(Path(args.out).glob("tokenizer*"))
     if not has_tokenizer:
         print(f"note: {args.model or args.source} has no tokenizer that could be read; to serve {args.out}, name one")
     if args.verify:
         verify(args, model)
     print(f"to serve it: {serve_command(args.out)}{'' if has_tokenizer else ' --tokenizer NAME'}")
+
+
+def check_trained(source: str, step: Path | None, trained: QuantScheme | None, scheme: QuantScheme) -> None:
+    """QuantError for another quantized scheme than the weights were trained in: they have learned the errors of theirs, and the
+    result would be a model that nobody has trained."""
+    if trained is not None and trained.aligned and scheme.quantized and scheme != trained:
+        raise QuantError(
+            f"--scheme {scheme}: {step} was trained in {trained}, and only in that is the export what was trained: "
+            f"give --scheme {trained}, or leave --scheme out for its BF16 weights"
+        )
+
+
+def what_it_is(args, step: Path | None, trained: QuantScheme | None, scheme: QuantScheme) -> str:
+    """What the tensors were compared with, and no more: 'the learner' is one that ran, in this scheme."""
+    if step is not None and not scheme.quantized:
+        other = trained is not None and trained.quantized
+        return "byte for byte the learner's" + (f" BF16 parameters (the run's scheme: {trained})" if other else "")
+    if not scheme.quantized:
+        return f"byte for byte those of {args.source} in BF16"
+    if trained == scheme and not args.skip:
+        return "byte for byte the learner's"
+    if trained == replace(scheme, rollout_only=True) and not args.skip:
+        return "byte for byte what the run's engines had (its learner's forward was in BF16)"
+    left = " but for the layers of --skip" if args.skip else ""
+    how = {True: f"which were trained with {trained}", False: "whose training is not known here"}[trained is not None]
+    return f"byte for byte what {scheme}{left} makes of the weights of {step or args.source}, {how}"
 
 
 def _beside(out: str) -> str:

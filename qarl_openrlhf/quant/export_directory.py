@@ -26,14 +26,9 @@ def bf16_directory(source: str, out: str | Path, *, model: str | None = None, ta
 
     model: the model the training began from, for config and tokenizer, which DeepSpeed's files lack.
     """
-    path = Path(source)
-    if not path.exists() and _is_path(source):
-        raise QuantError(f"{source} does not exist: give a DeepSpeed checkpoint, a Hugging Face directory or a hub name")
-    if is_huggingface(path) or not path.exists():  # a name on the hub: transformers says if there is none
-        if tag is not None:
-            raise QuantError(f"--tag {tag} chooses a DeepSpeed checkpoint, and {source} is none: leave it out")
+    step = deepspeed_step(source, tag)
+    if step is None:
         return source
-    step = find_deepspeed(path, tag)
     if model is None:
         raise QuantError(f"{source} is a DeepSpeed checkpoint, which has no config: name the model it was trained from with --model")
     config = _config(model)
@@ -52,6 +47,18 @@ def bf16_directory(source: str, out: str | Path, *, model: str | None = None, ta
         raise QuantError(f"{step} is no checkpoint of {model}: {name} is {here} here, {there} there ({len(wrong)} parameters differ)")
     export_checkpoint(tensors.items(), config, str(out), BF16, tokenizer=_tokenizer(model), generation_config=_generation_config(model))
     return str(out)
+
+
+def deepspeed_step(source: str, tag: str | None = None) -> Path | None:
+    """The one of a DeepSpeed checkpoint that is read; None of a Hugging Face directory and of a hub name."""
+    path = Path(source)
+    if not path.exists() and _is_path(source):
+        raise QuantError(f"{source} does not exist: give a DeepSpeed checkpoint, a Hugging Face directory or a hub name")
+    if is_huggingface(path) or not path.exists():  # a name on the hub: transformers says if there is none
+        if tag is not None:
+            raise QuantError(f"--tag {tag} chooses a DeepSpeed checkpoint, and {source} is none: leave it out")
+        return None
+    return find_deepspeed(path, tag)
 
 
 def load_learner(

@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qarl_openrlhf.checkpoint.manifest import PARTIAL
+from qarl_openrlhf.checkpoint import manifest
+from qarl_openrlhf.checkpoint.find import step_of
 from qarl_openrlhf.quant.errors import QuantError
+from qarl_openrlhf.quant.scheme import QuantScheme
 
 
 def is_huggingface(directory: Path) -> bool:
@@ -31,16 +33,48 @@ def find_deepspeed(directory: str | Path, tag: str | None = None) -> Path:
     root = directory / "_actor" if (directory / "_actor").is_dir() else directory
     if tag is None and _holds_states(root):
         return root
-    entries = root.iterdir() if root.is_dir() else []
-    tags = sorted(path.name for path in entries if path.suffix != PARTIAL and path.is_dir() and _holds_states(path))
+    tags = _tags(root)
+    if not tags:
+        raise QuantError(_without_checkpoint(directory))
+    named = ""
     if tag is None and (root / "latest").is_file():
         tag = (root / "latest").read_text(encoding="utf-8").strip()
+        named = ", which its file `latest` names"
     if tag in tags:
         return root / tag
-    there = f"its checkpoints are {', '.join(tags)}; choose one with --tag" if tags else "it holds no checkpoint"
-    raise QuantError(
-        f"{directory} has no checkpoint {tag or '(and no file `latest`)'}: {there}. Expected: a Hugging Face directory "
-        "(config.json), OpenRLHF's --ckpt.path, its _actor, or one global_stepN of it"
+    lacks = f"checkpoint {tag}{named}" if tag else "file `latest`, which names the newest checkpoint"
+    raise QuantError(f"{directory} has no {lacks}: its checkpoints are {', '.join(tags)}; choose one with --tag")
+
+
+def which(source: str | Path, step: Path, tag: str | None) -> str:
+    """'from global_step3 (newest; --tag chooses another)': what `find_deepspeed` took of a source, for a user who did not say."""
+    chosen = tag is not None or Path(source).resolve() == step.resolve()
+    return f"from {step.name}" + ("" if chosen else " (newest; --tag chooses another)")
+
+
+def trained_in(step: Path) -> QuantScheme | None:
+    """The scheme of the run that wrote it, with its `:rollout`; None of a checkpoint that is not one of ours and does not say."""
+    try:
+        return QuantScheme.parse((manifest.read(step) or {})["scheme"])
+    except (KeyError, AttributeError, QuantError):  # the last two: of a file that is not ours, or of another version
+        return None
+
+
+def _tags(root: Path) -> list[str]:
+    """In the order of their steps: global_step9 before global_step10."""
+    entries = root.iterdir() if root.is_dir() else []
+    found = [path.name for path in entries if path.suffix != manifest.PARTIAL and path.is_dir() and _holds_states(path)]
+    return sorted(found, key=lambda name: (step_of(name) or 0, name))
+
+
+def _without_checkpoint(directory: Path) -> str:
+    """A run's own directory has its checkpoints in one below: that is the usual mistake."""
+    below = sorted(path for path in directory.iterdir() if path.is_dir() and (_tags(path / "_actor") or _tags(path))) if directory.is_dir() else []
+    if below:
+        return f"{directory} holds no checkpoint itself: give {' or '.join(map(str, below))}, which does"
+    return (
+        f"{directory} holds no checkpoint: give a Hugging Face directory (config.json), OpenRLHF's --ckpt.path, its _actor, "
+        "or one global_stepN of it"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.cli import export
 from qarl_openrlhf.engine.offline import choose_engine, has_avx512, scheme_of
 from qarl_openrlhf.quant import QuantError, QuantScheme
@@ -128,12 +130,13 @@ def test_a_changed_byte_is_found(base, tmp_path):
 
 def test_errors_name_what_would_work(base, checkpoints, tmp_path):
     zero3, out = str(checkpoints / "zero3"), ["--out", str(tmp_path / "out")]
+    (tmp_path / "empty").mkdir()
     other = save_tiny_model(tmp_path / "other", "qwen2", hidden=128, tied=True)
     export.main([base, "--out", str(tmp_path / "q"), "--scheme", "w8a8"])
     cases = {
         "name the model it was trained from with --model": [zero3],
         "its checkpoints are global_step1; choose one with --tag": [zero3, "--model", base, "--tag", "global_step9"],
-        "it holds no checkpoint": [str(tmp_path)],
+        "holds no checkpoint: give a Hugging Face directory": [str(tmp_path / "empty")],
         "is no checkpoint of": [zero3, "--model", other],
         "is quantized already": [str(tmp_path / "q"), "--scheme", "w4a16:g64"],
         "at TP 1 use w4a16:g32 or w4a16:g64": [base, "--scheme", "w4a16"],
@@ -171,3 +174,94 @@ def test_verify_in_vllm(tmp_path, scheme, engine):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "508 tokens, |difference of log-probs|" in done.stdout
     assert "--verify: the learner samples 4 texts" in done.stdout and "--verify: starting an engine" in done.stdout
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
+def test_every_file_has_the_mode_that_umask_gives(base, tmp_path, scheme, umask):
+    before = os.umask(umask)
+    try:
+        export.main([base, "--out", str(tmp_path / "new" / "out"), "--scheme", scheme])
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "new").rglob("*") if path.is_file()}
+    assert "model.safetensors" in modes and set(modes.values()) == {oct(0o666 & ~umask)}, modes
+    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "new", tmp_path / "new" / "out")} == {oct(0o777 & ~umask)}
+
+
+def of_run(checkpoints: Path, tmp_path: Path, scheme: str | None) -> Path:
+    """A run's directory whose checkpoints say that they were trained in `scheme`, as `checkpoint.write` says it; None: not ours."""
+    run = tmp_path / "run"
+    shutil.copytree(checkpoints / "zero2", run / "checkpoints")
+    if scheme is not None:
+        manifest.write(run / "checkpoints" / "_actor" / "global_step1", {}, {"scheme": scheme})
+    return run
+
+
+SAID = {
+    ("w4a16:g64", "w4a16:g64"): "tensors, byte for byte the learner's\n",
+    ("w4a16:g64", "bf16"): r"tensors, byte for byte the learner's BF16 parameters \(the run's scheme: w4a16:g64\)\n",
+    ("bf16", "bf16"): "tensors, byte for byte the learner's\n",
+    ("bf16", "w8a8"): "what w8a8 makes of the weights of .*global_step1, which were trained with bf16\n",
+    ("w4a16:g64:rollout", "w4a16:g64"): r"byte for byte what the run's engines had \(its learner's forward was in BF16\)\n",
+    ("w4a16:g64:rollout", "w8a8"): "what w8a8 makes of the weights of .*global_step1, which were trained with w4a16:g64:rollout\n",
+    (None, "w8a8"): "what w8a8 makes of the weights of .*global_step1, whose training is not known here\n",
+    ("nonesuch", "w8a8"): "whose training is not known here\n",
+}
+OTHERS = [("w4a16:g64", "w4a16:g32"), ("w4a16:g64", "w4a16"), ("w8a8", "w4a16:g64"), ("w4a16:g32", "w8a8"), ("w4a16:g64", "w4a16:g32:rollout")]
+
+
+@pytest.mark.parametrize("trained, scheme", SAID, ids=str)
+def test_what_is_said_of_an_export_is_true(base, checkpoints, tmp_path, capsys, trained, scheme):
+    run = of_run(checkpoints, tmp_path, trained)
+    export.main([str(run / "checkpoints"), "--model", base, "--out", str(tmp_path / "out"), "--scheme", scheme])
+    out = capsys.readouterr().out
+    assert re.search(SAID[trained, scheme], out) and ("the learner's\n" in out) == (SAID[trained, scheme].endswith("the learner's\n"))
+    assert out.startswith("from global_step1 (newest; --tag chooses another)\n")
+
+
+@pytest.mark.parametrize("trained, scheme", OTHERS, ids=str)
+def test_quantized_training_is_exported_in_its_own_scheme(base, checkpoints, tmp_path, trained, scheme):
+    source = of_run(checkpoints, tmp_path, trained) / "checkpoints"
+    for form in (source, source / "_actor", source / "_actor" / "global_step1"):
+        with pytest.raises(SystemExit) as error:
+            export.main([str(form), "--model", base, "--out", str(tmp_path / "out"), "--scheme", scheme])
+        wanted = f"--scheme {scheme.removesuffix(':rollout')}: {source}/_actor/global_step1 was trained in {trained}"
+        assert wanted in str(error.value) and f"give --scheme {trained}, or leave --scheme out" in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_are_skipped_are_not_the_learner_s(base, checkpoints, tmp_path, capsys):
+    run = of_run(checkpoints, tmp_path, "w8a8")
+    words = ["--model", base, "--out", str(tmp_path / "out"), "--scheme", "w8a8", "--skip", "*.layers.0.*"]
+    export.main([str(run / "checkpoints"), *words])
+    assert "what w8a8 but for the layers of --skip makes of the weights" in capsys.readouterr().out
+
+
+def test_the_run_s_directory_points_at_its_checkpoints(base, checkpoints, tmp_path):
+    run = of_run(checkpoints, tmp_path, "bf16")
+    with pytest.raises(SystemExit) as error:
+        export.main([str(run), "--model", base, "--out", str(tmp_path / "out")])
+    assert str(error.value) == f"export: {run} holds no checkpoint itself: give {run / 'checkpoints'}, which does"
+
+
+def test_which_checkpoint_is_taken(base, checkpoints, tmp_path, capsys):
+    actor = of_run(checkpoints, tmp_path, None) / "checkpoints" / "_actor"
+    for step in (9, 10):
+        shutil.copytree(actor / "global_step1", actor / f"global_step{step}")
+    words = ["--model", base, "--out", str(tmp_path / "out")]
+    (actor / "latest").write_text("global_step10")
+    cases = {
+        "from global_step10 (newest; --tag chooses another)": [actor],
+        "from global_step9": [actor, "--tag", "global_step9"],
+        "from global_step1": [actor / "global_step1"],
+    }
+    for said, case in cases.items():
+        export.main([*map(str, case), *words])
+        assert capsys.readouterr().out.splitlines()[0] == said
+    (actor / "latest").write_text("global_step11")
+    with pytest.raises(SystemExit, match="no checkpoint global_step11, which its file `latest` names: its checkpoints are global_step1, global_step9, global_step10"):
+        export.main([str(actor), *words])
+    (actor / "latest").unlink()
+    with pytest.raises(SystemExit, match="no file `latest`, which names the newest checkpoint: its .* global_step10; choose one with --tag"):
+        export.main([str(actor), *words])
