@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
+from qarl_openrlhf.engine.user_file import load_error
+
 # "(Worker_TP1 pid=7) ERROR 11-28 07:32:49 [multiproc_executor.py:944] RuntimeError: no room", with or without the middle part.
 _LINE = re.compile(
     r"^(?:\x1b\[[\d;]*m)*\(([A-Za-z]+)[^)]* pid=\d+\)(?:\x1b\[[\d;]*m)*(?: ERROR \S+ \S+ \[[^\]]+\])? "
@@ -106,6 +108,9 @@ async def started(start: Callable[[], Awaitable], name: str = "engine") -> None:
 
     vLLM lets go of the port it chose and listens on it seconds later. On a host where many runs start together others, Ray's
     connections too, get the same from the system meanwhile: one start in 24 failed of it.
+
+    What a user's file raises while it is loaded is told as such and not tried again; ``sys.exit`` there, too, which Ray would take for
+    an end of the actor that was asked for.
     """
     for attempt in range(1, ATTEMPTS + 1):
         before = written_so_far()
@@ -113,7 +118,11 @@ async def started(start: Callable[[], Awaitable], name: str = "engine") -> None:
             with noted_processes() as processes:
                 await start()
             return
-        except RuntimeError as error:  # PyTorch's DistNetworkError is one
+        except (Exception, SystemExit) as error:
+            if found := load_error(error):
+                raise found from error
+            if not isinstance(error, RuntimeError):  # PyTorch's DistNetworkError is one
+                raise
             found = explained(error, before, name, processes)
             if attempt == ATTEMPTS or not _PORT_TAKEN.search(str(found)):
                 raise found from error
