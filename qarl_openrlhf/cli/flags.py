@@ -1,6 +1,7 @@
 """The flags that qarl_openrlhf adds to OpenRLHF's parser, and which flags a user typed."""
 
 import argparse
+import re
 
 from qarl_openrlhf.engine import engine_args
 from qarl_openrlhf.objectives import PRESETS, ObjectiveError, list_objectives, objective_hyperparameters
@@ -8,6 +9,8 @@ from qarl_openrlhf.planning import low_bit
 
 
 OURS = "qarl"  # how the titles of our groups begin
+# Python's own parser takes -3e-6, -1. and -inf for flags, and says that a value is missing in place of which values are allowed.
+NEGATIVE_NUMBER = re.compile(r"^-(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|infinity|nan)$", re.IGNORECASE)
 
 
 def add_flags(parser: argparse.ArgumentParser, own_objective: str | list[str] | None = None) -> None:
@@ -15,6 +18,7 @@ def add_flags(parser: argparse.ArgumentParser, own_objective: str | list[str] | 
 
     ``own_objective`` (path/to/file.py:function, or several) adds the hyperparameters of a user's objectives, too.
     """
+    parser._negative_number_matcher = NEGATIVE_NUMBER
     _add_quantization(parser.add_argument_group(f"{OURS}: low-bit rollout with an aligned learner"))
     _add_objective(
         parser.add_argument_group(f"{OURS}: policy objective (docs/objectives.md)"),

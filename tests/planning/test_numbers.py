@@ -102,3 +102,15 @@ def test_every_flag_with_a_range_exists_and_its_default_is_in_it():
 def test_the_command_line_refuses_in_a_few_lines(extra, message, capsys):
     text = refusal(extra, capsys)
     assert message in text and len(text.splitlines()) < 6
+
+
+@pytest.mark.parametrize("value", ["-3e-6", "-3E+2", "-1.", "-.5", "-.5e3", "-1", "-2.5", "-inf", "-nan"])
+def test_a_negative_number_is_a_value_however_it_is_written(value, capsys):
+    """argparse knows -1 and -2.5 by itself and takes the others for flags, so that it misses a value."""
+    said = refusal(["--actor.adam.lr", value], capsys)
+    assert f"--actor.adam.lr {float(value):g} is out of range" in said, said
+
+
+def test_what_only_begins_like_a_number_is_still_a_flag(capsys):
+    for word in ("-3e", "-e5", "-.", "-1x"):
+        assert "--actor.adam.lr: expected one argument" in refusal(["--actor.adam.lr", word], capsys)
