@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from functools import partial
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from qarl_openrlhf.ablation.execute import execute, only_one_in
 from qarl_openrlhf.ablation.launch import launch_here, ray_job_launcher
-from qarl_openrlhf.ablation.plan import Plan, PlanError, make_plan
+from qarl_openrlhf.ablation.plan import Plan, PlanError, PlannedRun, make_plan
 from qarl_openrlhf.ablation.status import entries_so_far, is_finished
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.cli.ending import SignalEnding
@@ -22,7 +23,10 @@ from qarl_openrlhf.cli.flags import add_flags
 from qarl_openrlhf.cli.host import HostCommandLine
 from qarl_openrlhf.data.files import why_unwritable
 from qarl_openrlhf.objectives import ObjectiveError
+from qarl_openrlhf.quant import QuantError
 
+COMMAND = "ablate_objectives"
+USAGE = "%(prog)s --arms ... --schemes ... --seeds ... [flags of train_qarl]"
 PAPER_ARMS = "tbpo,gspo,mis_gspo,positive_grpo,onpolicy_grpo,dual_clip,sapo,grpo_tis"
 
 
@@ -89,19 +93,26 @@ def _plan(args, shared: list[str]) -> Plan:
     if args.parallel > 1 and not args.ray_address:
         raise PlanError("--parallel needs --ray_address: without a cluster the runs share one machine and go one after another")
     host = HostCommandLine()
-    host.parser.prog = "ablate_objectives"
+    host.parser.prog = COMMAND
     try:
         add_flags(host.parser, own_objective=[arm for arm in args.arms if ".py:" in arm])
     except ObjectiveError as error:
         raise PlanError(f"--arms: {error}") from None
-    host.parser.usage = "%(prog)s --arms ... --schemes ... --seeds ... [flags of train_qarl]"
+    host.parser.usage = USAGE
     flat = host.parser.parse_args(shared)
     samples = getattr(flat, "rollout.batch_size") * getattr(flat, "rollout.n_samples_per_prompt")
     plan = make_plan(args.arms, args.schemes, args.seeds, shared, args.out.resolve(), rollout_samples=samples)
     if not args.ray_address:  # a cluster may have GPUs that this machine lacks: its train_qarl checks then
         for run in plan.runs[: len(args.arms) * len(args.schemes)]:
-            train_qarl.resolve(run.flags)
+            train_qarl.resolve(run.flags, command=COMMAND, usage=USAGE, told=partial(_told, run))
     return plan
+
+
+def _told(run: PlannedRun, error: Exception | str) -> str:
+    """An error of a run's flags, by the flags of this command that they were made of; those of train_qarl are the user's own."""
+    text = str(error).replace("--quant.scheme ", "--schemes ")
+    text = re.sub(r"--(?:objective\.name|preset)\b(?: [^\s:]+)?", lambda _: f"--arms {run.identity.objective}", text)
+    return f"--schemes {run.identity.scheme}: {text}" if isinstance(error, QuantError) else text
 
 
 def _quoted(word: str) -> str:

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from qarl_openrlhf.planning.architecture import check_heads
 from qarl_openrlhf.planning.paths import quantized_directory
 from qarl_openrlhf.preflight import hub, preflight
 from qarl_openrlhf.preflight.directories import held
+from qarl_openrlhf.preflight.finished import already_finished
 from qarl_openrlhf.preflight.prompt_lengths import long_prompts
 from qarl_openrlhf.preflight.prompts import check_template
 from qarl_openrlhf.preflight.resume import choose_checkpoint, how_to_resume
@@ -53,7 +55,11 @@ def _main(argv: list[str] | None, ending: SignalEnding) -> None:
         found = _refuse(long_prompts, args) + offload_notes(args)
     for note in found:
         print(f"note: {note}")
-    for note in _refuse(choose_checkpoint, args):
+    found = _refuse(choose_checkpoint, args)
+    if complete := already_finished(args):
+        print(complete)
+        return
+    for note in found:
         print(f"note: {note}")
     _refuse(positions.apply, args)
     # vLLM's own logger would fill the terminal; --ray.log_to_driver shows everything.
@@ -79,6 +85,8 @@ def dry_run(args, resources) -> None:
                 print(f"note: {note}")
         except config.ConfigError as error:
             files.append(str(error))
+    if not files and (complete := already_finished(args)):
+        print(f"note: {complete}")
     here = files if args.dry_run_gpu_gb else []  # a plan for another machine: its files are there, not here
     for problem in here:
         print(f"note: on this machine, {problem}")
@@ -106,15 +114,23 @@ def _refuse(check, *args):
         sys.exit(2)
 
 
-def resolve(argv: list[str]):
-    """Command line -> (nested checked arguments, notes, resource plan); wrong flags end the process with status 2."""
+USAGE = "%(prog)s [flags]   (--help lists them)"  # 200 flags would bury the error message
+
+
+def resolve(argv: list[str], command: str = "train_qarl", usage: str = USAGE, told: Callable[[Exception | str], str] = str):
+    """Command line -> (nested checked arguments, notes, resource plan); wrong flags end the process with status 2.
+
+    command, usage, told: of the command whose flags these were made of, and how it tells an error of theirs.
+    """
     host = HostCommandLine()
-    host.parser.usage = "%(prog)s [flags]   (--help lists them)"  # 200 flags would bury the error message
+    host.parser.prog, host.parser.usage = command, usage
+    fail = host.parser.error
+    host.parser.error = lambda error: fail(told(error))
     argv, preset_notes = _with_preset(argv, host.parser)
     try:
         add_flags(host.parser, own_objective=_own_objective(argv))
     except ObjectiveError as error:
-        host.parser.error(str(error))
+        host.parser.error(error)
     if {"-h", "--help"} & set(argv):
         arrange(host.parser)
     flat = host.parser.parse_args(argv)
@@ -140,7 +156,7 @@ def resolve(argv: list[str]):
             check_layers(args)
         notes += engine_places(args)
     except (config.ConfigError, runtime.ResourceError, QuantError, ObjectiveError) as error:
-        host.parser.error(str(error))
+        host.parser.error(error)
     return args, notes, runtime.ResourcePlan.of(args)
 
 

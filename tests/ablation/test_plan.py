@@ -4,9 +4,10 @@ import subprocess
 
 import pytest
 
-from qarl_openrlhf.ablation.plan import PlanError, make_plan, split_flags
+from qarl_openrlhf.ablation.plan import PlanError, PlannedRun, make_plan, split_flags
 from qarl_openrlhf.ablation.status import is_finished
 from qarl_openrlhf.cli import ablate_objectives, train_qarl
+from qarl_openrlhf.report.discover import Identity
 from tests.tiny_models import save_tiny_model
 
 ALL_ARMS = ablate_objectives.PAPER_ARMS.split(",")
@@ -141,6 +142,46 @@ def test_wrong_flags_end_before_any_run_starts(shared, tmp_path, words, message,
         ablate_objectives.main([*shared, *words, "--out", str(tmp_path / "out")])
     assert stopped.value.code == 2 and not (tmp_path / "out").exists()
     assert message in capsys.readouterr().err
+
+
+OF_A_RUN = {  # words of the call, and how the answer to them begins
+    "scheme that is none": (["--schemes", "w3a16"], "--schemes w3a16: "),
+    "scheme and layer": (["--schemes", "w4a16,w4a16:g32", "--actor.model_name_or_path", "NARROW"], "--schemes w4a16: layer model.layers.0.self_attn.q_proj"),
+    "scheme and machine": (["--schemes", "bf16,fp8"], "--schemes fp8 needs a GPU engine"),
+    "scheme and ranks": (["--schemes", "w8a8", "--vllm.tensor_parallel_size", "2"], "--vllm.tensor_parallel_size 2 with --schemes w8a8: "),
+    "arm without its length": (["--arms", "tbpo_short", "--rollout.max_new_tokens", "x"], "argument --rollout.max_new_tokens: "),
+    "no number": (["--preset_length", "x"], "argument --preset_length: invalid float value: 'x'"),
+    "length below 1": (["--preset_length", "0"], "--preset_length 0: give a number of tokens, 1 or more"),
+    "hyperparameter": (["--objective.is_cap", "-1"], "tbpo: is_cap"),
+    "flag": (["--rollout.top_p", "0.9"], "--rollout.top_p 0.9 samples from a truncated distribution"),
+    "number": (["--actor.adam.lr", "-3e-6"], "--actor.adam.lr -3e-06 is out of range"),
+    "OpenRLHF's": (["--rollout.n_samples_per_prompt", "1"], "OpenRLHF refuses these flags: "),
+    "unknown": (["--no_such_flag", "1"], "unrecognized arguments: --no_such_flag 1"),
+}
+
+
+@pytest.mark.parametrize("case", OF_A_RUN)
+@pytest.mark.parametrize("dry", [["--dry_run"], []])
+def test_an_error_of_a_run_is_told_by_the_command_and_the_flags_that_were_given(shared, tmp_path, case, dry, capsys):
+    words, begin = OF_A_RUN[case]
+    narrow = save_tiny_model(tmp_path / "narrow", "llama", hidden=96)
+    words = [word.replace("NARROW", narrow) for word in words]
+    capsys.readouterr()  # the bar of the model's writing
+    with pytest.raises(SystemExit) as stopped:
+        ablate_objectives.main([*dry, *shared, "--arms", "tbpo", *words, "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "train_qarl:" not in said and "--quant.scheme" not in said
+    assert said.startswith("usage: ablate_objectives --arms") and f"ablate_objectives: error: {begin}" in said, said
+
+
+def test_an_arm_is_told_as_it_was_given():
+    run = PlannedRun(Identity("tbpo_short", "w4a16", 0), None, [])
+    for text, told in (
+        ("--preset: no length (--preset_length or --data.max_len)", "--arms tbpo_short: no length (--preset_length or --data.max_len)"),
+        ("--objective.name tbpo replaces it", "--arms tbpo_short replaces it"),
+        ("--objective.band_scale 1: use --preset_length", "--objective.band_scale 1: use --preset_length"),
+    ):
+        assert ablate_objectives._told(run, text) == told
 
 
 @pytest.mark.parametrize(
