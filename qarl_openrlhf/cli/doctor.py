@@ -74,6 +74,7 @@ def _about_model(machine: Machine, device: str, model: str, scheme, tp: int):
 def _about_files(model: str) -> list[Finding]:
     """Weights and tokenizer of a directory, as a run checks them; nothing for a name on the hub, or where there is a config.json alone."""
     from qarl_openrlhf.config import ConfigError
+    from qarl_openrlhf.preflight import tokenizer_files
     from qarl_openrlhf.preflight.model_files import check_model
 
     if not os.path.isdir(model) or not any(name.endswith((".safetensors", ".bin")) for name in os.listdir(model)):
@@ -90,6 +91,9 @@ def _about_files(model: str) -> list[Finding]:
         )
     except ConfigError as error:
         message = str(error).replace("--actor.model_name_or_path ", "")
+        what, _, fix = message.rpartition(": ")
+        if (known := tokenizer_files.problem(model)) and fix == known[1]:
+            return [fail("files", what, fix)]
         return [fail("files", message, "download or save the model there again, tokenizer included")]
     return [ok("files", "weights and tokenizer are whole")]
 

@@ -196,12 +196,15 @@ def engine_choice(args, directory: str, *, own: bool = True) -> dict:
 
 def claim_settings(args, directory: str, scheme: str, choice: dict, *, own: bool = True) -> Settings:
     """The settings of this run; DataError, before an engine starts, if --out holds samples of others. own: see `engine_choice`."""
-    from transformers import AutoTokenizer
-
     from qarl_openrlhf.engine.offline import engine_settings
+    from qarl_openrlhf.preflight.tokenizer_files import load_tokenizer
+    from qarl_openrlhf.quant.export_directory import deepspeed_step
 
+    # The user's own directory, and not the one written here, which has no tokenizer where that one's could not be read.
+    flag, name = ("--model ", args.model) if deepspeed_step(args.source, args.tag) else ("", args.source)
+    tokenizer = load_tokenizer(f"{flag}{name}", name)
     engine = engine_settings(directory, **choice)[1]
-    chat = args.chat == "on" or (args.chat == "auto" and bool(AutoTokenizer.from_pretrained(directory).chat_template))
+    chat = args.chat == "on" or (args.chat == "auto" and bool(tokenizer.chat_template))
     settings = Settings(
         model=args.source, scheme=scheme, engine=engine, temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens,
         template=args.template, chat=chat, seed=args.seed, weights=weight_files(args.source, args.model, args.tag),

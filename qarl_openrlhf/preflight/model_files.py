@@ -12,6 +12,7 @@ from qarl_openrlhf.planning.architecture import check_config, meta_model
 from qarl_openrlhf.planning.positions import load_config
 from qarl_openrlhf.planning.paths import looks_local
 from qarl_openrlhf.preflight.safetensors_headers import tensor_shapes
+from qarl_openrlhf.preflight.tokenizer_files import load_tokenizer
 
 # Checkpoints of these carry the names of transformers' parameters; others may be renamed as they are loaded.
 PLAIN_NAMES = ("llama", "mistral", "qwen2", "qwen3")
@@ -119,16 +120,8 @@ def _compare(owner: str, config, model, found: dict[str, tuple[int, ...]]) -> No
 
 
 def _check_tokenizer(owner: str, name: str, config, chat: bool) -> None:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
-        pieces = tokenizer("1 + 1", add_special_tokens=False)["input_ids"]  # without its files it has special tokens alone
-        size = max(tokenizer.get_vocab().values(), default=-1) + 1
-    except Exception as error:  # the loader lets through whatever a broken file makes of it
-        raise ConfigError(f"{owner}: its tokenizer does not load: {type(error).__name__}: {str(error)[:300]}") from None
-    if not pieces:
-        raise ConfigError(f"{owner}: its tokenizer has no vocabulary: copy tokenizer.json and tokenizer_config.json of the model there")
+    tokenizer = load_tokenizer(owner, name, trust_remote_code=True)
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
     rows = config.get_text_config().vocab_size
     if size > rows:
         raise ConfigError(f"{owner}: its tokenizer has {size} tokens, the model embeds {rows} (vocab_size): they belong to different models")

@@ -9,6 +9,7 @@ from unicodedata import normalize
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.preflight.prompts import files_of
 from qarl_openrlhf.preflight.rows import UNREAD, rows_of
+from qarl_openrlhf.preflight.tokenizer_files import load_tokenizer
 from qarl_openrlhf.rewards import answers
 
 LOOKED_AT = 1000  # prompts of each file, about a second
@@ -32,9 +33,7 @@ def long_prompts(args) -> list[str]:
             continue
         files = files_of("data.prompt_dataset", path)
         if tokenizer is None:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
+            tokenizer = load_tokenizer(f"--actor.model_name_or_path {model}", model, trust_remote_code=True)
         texts = _texts(args.data, path, files, tokenizer)
         tokens = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         if _reward_is_ours(args):
