@@ -56,6 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", help="directory for samples and scores; one with the same settings is continued")
     known = f"{', '.join([*EVAL, *CODE])}, or files of their columns; {', '.join(harness.TASKS)} (lm-eval), or NAME=DIR"
     add("--tasks", nargs="+", default=list(EVAL), metavar="NAME|NAME=FILE", help=f"{known} (default: {' '.join(EVAL)})")
+    add("--input_key", metavar="COLUMN", help="of own files: the problem's column (default: problem, question, prompt or input)")
+    add("--label_key", metavar="COLUMN", help="of own files: the answer's (default: label, final_answer, answer, reward_model or solution)")
     add("--k", type=int, default=None, help="samples an item (default: 32 of AIME and AMC, 4 of the others; LiveCodeBench's score is pass@k)")
     add("--temperature", type=float, default=0.6, help="default: %(default)s")
     add("--top_p", type=float, default=1.0, help="default: %(default)s")
@@ -90,6 +92,9 @@ def check(args) -> None:
         raise DataError("--temperature 0 gives k equal samples: add --k 1")
     if theirs := [task for task in args.tasks if harness.name_of(task)]:
         harness.require(theirs)
+    for flag in ("input_key", "label_key"):
+        if getattr(args, flag) is not None and (known := [task for task in args.tasks if task in EVAL | CODE or harness.name_of(task)]):
+            raise DataError(f"--{flag} is of own files, and {known[0]} has columns of its own: a second command with the same --out")
 
 
 def run(args) -> dict:
@@ -102,7 +107,7 @@ def run(args) -> dict:
     remote = [wanted for flag, name in models.items() for wanted in hub.model_on_hub(flag, name)]
     remote += harness.on_hub(theirs) if theirs else [w for task in args.tasks for w in on_hub(task, EVAL | CODE, "--tasks")]
     hub.settle_names(remote, models.values())
-    tasks = [] if theirs else [load_items(task, args.limit) for task in args.tasks]
+    tasks = [] if theirs else [load_items(task, args.limit, args.input_key, args.label_key) for task in args.tasks]
     names = [items[0].task for items in tasks]
     if twice := [argument for argument, name in zip(args.tasks, names, strict=False) if names.count(name) > 1]:
         raise DataError(f"--tasks {' '.join(twice)}: two sets have one name, and with it one file of samples; write NAME=FILE")

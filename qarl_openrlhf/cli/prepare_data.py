@@ -136,7 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=list(EVAL),
         metavar="NAME|NAME=FILE",
         help=f"evaluation sets, which the training set is cleared of (default: {' '.join(EVAL)}, from the hub; --eval alone: none); "
-        "files: .jsonl, .json, .parquet. Without a network, both --train and --eval must name files",
+        "files: .jsonl, .json, .parquet, .csv. Without a network, both --train and --eval must name files",
     )
     parser.add_argument("--template", default=TEMPLATE, type=template_of, help="prompt, with {problem} (default: %(default)r)")
     return parser

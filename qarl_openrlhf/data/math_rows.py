@@ -21,12 +21,14 @@ PROBLEM_COLUMNS = ("problem", "question", "prompt", "input")
 LABEL_COLUMNS = ("label", "final_answer", "answer", "reward_model", "solution")
 
 
-def problem_and_label(row: dict, where: str) -> tuple[str, str]:
-    """DataError naming `where` (file and row number) and the columns that are there."""
-    problem = next((text for column in PROBLEM_COLUMNS if (text := _problem(row.get(column)))), None)
-    label = next((text for column in LABEL_COLUMNS if (text := _label(column, row.get(column)))), None)
+def problem_and_label(row: dict, where: str, problem_key: str | None = None, label_key: str | None = None) -> tuple[str, str]:
+    """DataError naming `where` (file and row number) and the columns that are there. The keys: take this column and no other."""
+    problem_columns = (problem_key,) if problem_key is not None else PROBLEM_COLUMNS
+    label_columns = (label_key,) if label_key is not None else LABEL_COLUMNS
+    problem = next((text for column in problem_columns if (text := _problem(row.get(column)))), None)
+    label = next((text for column in label_columns if (text := _label(column, row.get(column)))), None)
     if problem is None or label is None:
-        missing, wanted = ("problem", PROBLEM_COLUMNS) if problem is None else ("label", LABEL_COLUMNS)
+        missing, wanted = ("problem", problem_columns) if problem is None else ("label", label_columns)
         raise DataError(f"{where} has no {missing}: none of {', '.join(wanted)} is filled; its columns are {', '.join(row)}")
     require_text(problem, f"{where}: the problem")
     require_text(label, f"{where}: the label")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +42,7 @@ EVAL = {
 # All problems up to April 2025 (release_v6), a file a release.
 _LIVECODEBENCH = tuple(f"test{release}.jsonl" for release in ("", "2", "3", "4", "5", "6"))
 CODE = {"livecodebench": Source("livecodebench", "livecodebench/code_generation_lite", "test", files=_LIVECODEBENCH)}
-FORMATS = (".jsonl", ".json", ".parquet")
+FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def on_hub(argument: str, known: dict[str, Source], flag: str) -> list[Wanted]:
@@ -88,11 +90,13 @@ def _from_hub(source: Source, flag: str) -> list[dict]:
 
 
 def read_file(path: str | Path) -> list[dict]:
-    """Rows of a .jsonl, .json (a list) or .parquet file."""
+    """Rows of a .jsonl, .json (a list), .parquet or .csv file."""
     path = Path(path)
     try:
         if path.suffix == ".parquet":
             return _parquet(path)
+        if path.suffix == ".csv":
+            return _csv(path)
         if path.suffix == ".json":
             rows = _json(path.read_bytes(), str(path))
             if not isinstance(rows, list):
@@ -119,6 +123,27 @@ def _object(row, where: str) -> dict:
     if not isinstance(row, dict):
         raise DataError(f"{where} is no JSON object with columns, but a {type(row).__name__}")
     return row
+
+
+def _csv(path: Path) -> list[dict]:
+    """Every cell is text, as it stands: 007 stays 007."""
+    csv.field_size_limit(sys.maxsize)  # a cell may hold a long text; by default 128 KiB
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            names = reader.fieldnames or []
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise DataError(f"{path} has column {twice[0]!r} twice: leave one of them out")
+            rows = []
+            for number, row in enumerate(reader, 1):
+                if None in row:
+                    raise DataError(f"{path}, row {number} has more cells than the header has names: put text with commas between quotes")
+                rows.append(row)
+            return rows
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no UTF-8 (byte {error.start}): write it anew in UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{path} is no CSV file: {error}; put text with commas or line breaks between quotes, or use .jsonl") from None
 
 
 def _parquet(path: Path) -> list[dict]:

@@ -49,15 +49,17 @@ class Settings:
         return asdict(self)
 
 
-def load_items(argument: str, limit: int | None = None) -> list[Item]:
+def load_items(argument: str, limit: int | None = None, input_key: str | None = None, label_key: str | None = None) -> list[Item]:
     """Items of 'NAME', 'FILE' or 'NAME=FILE'; a set with LiveCodeBench's columns gives `CodeItem`s. DataError names the flag,
-    the file and the row: also for a benchmark's name before rows of the other kind, whose score would bear that name."""
+    the file and the row: also for a benchmark's name before rows of the other kind, whose score would bear that name.
+
+    input_key, label_key: of problem and label, where they are not the known ones; a set that is read by them is mathematics."""
     from qarl_openrlhf.evaluation.code_items import code_items, is_code
 
     name, rows = load_rows(argument, EVAL | CODE, "--tasks")
     if not rows:
         raise DataError(f"--tasks {argument}: {place_of(argument, EVAL | CODE)} is empty, and a task needs one row or more")
-    place, code = place_of(argument, EVAL | CODE), is_code(rows)
+    place, code = place_of(argument, EVAL | CODE), is_code(rows) and input_key is None and label_key is None
     if code and name in EVAL:
         raise DataError(f"--tasks {argument}: {name} is a mathematics set, and {place} has LiveCodeBench's columns: write livecodebench={place}")
     if not code and name in CODE:
@@ -65,5 +67,8 @@ def load_items(argument: str, limit: int | None = None) -> list[Item]:
         raise DataError(f"--tasks {argument}: {place}, row 1 has no public_test_cases, as {name} has (its columns are {there}): write own={place}")
     if code:
         return code_items(name, rows[:limit], place)
-    pairs = [problem_and_label(row, f"{place}, row {number}") for number, row in enumerate(rows[:limit], 1)]
+    for flag, key in (("--input_key", input_key), ("--label_key", label_key)):
+        if key is not None and key not in rows[0]:
+            raise DataError(f"{flag} {key}: {place}, row 1 has no such column; its columns are {', '.join(map(str, rows[0]))}")
+    pairs = [problem_and_label(row, f"{place}, row {number}", input_key, label_key) for number, row in enumerate(rows[:limit], 1)]
     return [Item(name, index, problem, label) for index, (problem, label) in enumerate(pairs)]

@@ -1,5 +1,6 @@
 """The evaluation runner: scores, resuming, errors and tables; with vLLM on a made set in the slow set."""
 
+import csv
 import json
 import shutil
 import subprocess
@@ -9,10 +10,12 @@ from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 
 from qarl_openrlhf.cli import evaluate
 from qarl_openrlhf.data.reasoning_gym import DataError
+from qarl_openrlhf.data.sources import FORMATS
 from qarl_openrlhf.engine.offline import choose_engine
 from qarl_openrlhf.evaluation import harness
 from qarl_openrlhf.evaluation.grade import MathGrader
@@ -198,6 +201,68 @@ def test_an_empty_set_is_named(tmp_path, ending, content):
     for argument in (str(path), f"own={path}", f"math500={path}", f"livecodebench={path}"):
         with pytest.raises(SystemExit, match=f"evaluate: --tasks {argument}: {path} is empty"):
             evaluate.main([".", "--out", str(tmp_path / "out"), "--tasks", argument])
+
+
+OWN = [{"frage": "What is 1, and 1?", "antwort": "007", "input": "other"}, {"frage": 'Say "x"\nor y', "antwort": "1,5", "input": "other"}]
+
+
+def written(path: Path, rows: list[dict]) -> str:
+    if path.suffix == ".csv":
+        with open(path, "w", newline="", encoding="utf-8-sig") as file:  # as spreadsheets do
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if path.suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_own_files_of_every_kind_and_with_columns_of_any_name(tmp_path, ending):
+    path = written(tmp_path / f"own{ending}", OWN)
+    items = load_items(f"mine={path}", None, "frage", "antwort")
+    assert [(item.task, item.problem, item.label) for item in items] == [("mine", row["frage"], row["antwort"]) for row in OWN]
+    known = written(tmp_path / f"known{ending}", [{"question": "1 + 1", "answer": "2", "note": ""}])
+    assert [(item.problem, item.label) for item in load_items(known)] == [("1 + 1", "2")]
+    assert [item.label for item in load_items(path, None, None, "antwort")] == ["007", "1,5"]  # the problem by its known name
+    with pytest.raises(DataError, match=f"--label_key Antwort: {path}, row 1 has no such column; its columns are frage, antwort, input"):
+        load_items(path, None, "frage", "Antwort")
+    with pytest.raises(DataError, match=f"{path}, row 1 has no label"):
+        load_items(path)
+    hole = written(tmp_path / f"hole{ending}", [OWN[0], OWN[1] | {"antwort": ""}])
+    with pytest.raises(DataError, match="hole.*, row 2 has no label: none of antwort is filled"):
+        load_items(hole, None, "frage", "antwort")
+
+
+def test_the_keys_reach_the_sets_and_only_own_ones(tmp_path):
+    path = written(tmp_path / "own.csv", OWN)
+    words = [".", "--out", str(tmp_path / "out"), "--tasks"]
+    with pytest.raises(SystemExit, match="evaluate: --input_key x: .*own.csv, row 1 has no such column"):
+        evaluate.main([*words, path, "--input_key", "x"])
+    with pytest.raises(SystemExit, match="evaluate: --label_key is of own files, and aime24 has columns of its own"):
+        evaluate.main([*words, path, "aime24", "--label_key", "antwort"])
+
+
+BAD_CSV = {
+    "more cells": (b"problem,answer\n1 + 1,2,3\n", "row 1 has more cells than the header has names: put text with commas between quotes"),
+    "twice": (b"problem,answer,answer\n1,2,3\n", "has column 'answer' twice"),
+    "quote": (b'problem,answer\n"1 + 1,2\n', "is no CSV file: "),
+    "latin-1": (b"problem,answer\n\xfcber,2\n", "is no UTF-8"),
+    "fewer cells": (b"problem,answer\n1 + 1\n", "row 1 has no label"),
+    "empty": (b"", "is empty"),
+    "header alone": (b"problem,answer\n", "is empty"),
+}
+
+
+@pytest.mark.parametrize("content, message", BAD_CSV.values(), ids=BAD_CSV)
+def test_a_csv_file_that_cannot_be_read_is_named(tmp_path, content, message):
+    path = tmp_path / "own.csv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        load_items(str(path))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("row", [{"problem": "1 \ud800 1", "answer": "2"}, {"problem": "1 + 1", "answer": "2 \udfff"}])
