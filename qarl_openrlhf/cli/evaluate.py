@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
@@ -145,8 +146,10 @@ def weights(args, scratch: Path) -> tuple[str, str]:
     """(directory that vLLM can load, scheme string), exported to `scratch` where needed."""
     from qarl_openrlhf.engine.offline import scheme_of
     from qarl_openrlhf.quant import finite
-    from qarl_openrlhf.quant.export_directory import bf16_directory, export_directory, load_learner
+    from qarl_openrlhf.quant.export_directory import bf16_directory, deepspeed_step, export_directory, load_learner
 
+    if step := deepspeed_step(args.source, args.tag):
+        print("\n".join(about_checkpoint(args, step)), file=sys.stderr, flush=True)
     directory = bf16_directory(args.source, scratch / "bf16", model=args.model, tag=args.tag)
     if directory == args.source:  # what is exported here is checked there
         finite.require_in_files(directory)
@@ -158,6 +161,17 @@ def weights(args, scratch: Path) -> tuple[str, str]:
     model, _ = load_learner(directory, scheme, tp=args.tp)
     export_directory(model, directory, scratch / "quantized", scheme)
     return str(scratch / "quantized"), str(scheme)
+
+
+def about_checkpoint(args, step: Path) -> list[str]:
+    """Lines: which checkpoint of a run this is, and that its training was in another scheme, which is a choice, or a flag left out."""
+    from qarl_openrlhf.quant.training_checkpoint import trained_in, which
+
+    lines = [which(args.source, step, args.tag)]
+    trained, scheme = trained_in(step), QuantScheme.parse((args.scheme or "bf16").removesuffix(":rollout"))
+    if trained is not None and trained.aligned and scheme != trained:
+        lines.append(f"note: it was trained in {trained} and is evaluated in {scheme}; --scheme {trained} evaluates what was trained")
+    return lines
 
 
 def weight_files(source: str, model: str | None, tag: str | None) -> str:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pyarrow.parquet
 import pytest
 
+from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.cli import evaluate
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.data.sources import FORMATS
@@ -135,6 +136,20 @@ def test_another_checkpoint_at_the_same_path_is_another_model(tmp_path):
         found.add(evaluate.weight_files(str(tmp_path / "ckpt"), "m", None))
     assert len(found) == 2
     assert evaluate.weight_files(str(tmp_path / "ckpt"), "m", "global_step20") != evaluate.weight_files(str(tmp_path / "ckpt"), "m", "global_step40")
+
+
+@pytest.mark.parametrize("trained, scheme, noted", [
+    ("w4a16:g64", None, "trained in w4a16:g64 and is evaluated in bf16; --scheme w4a16:g64 "), ("w4a16:g64", "w8a8", "evaluated in w8a8"),
+    ("w4a16:g64", "w4a16:g64", None), ("w4a16:g64:rollout", "w8a8", None), ("bf16", "w8a8", None), (None, "w8a8", None),
+])  # fmt: skip
+def test_which_checkpoint_and_what_it_was_trained_in_is_said(tmp_path, trained, scheme, noted):
+    step = tmp_path / "_actor" / "global_step3"
+    step.mkdir(parents=True)
+    if trained:
+        manifest.write(step, {}, {"scheme": trained})
+    first, *rest = evaluate.about_checkpoint(SimpleNamespace(source=str(tmp_path), tag=None, scheme=scheme), step)
+    assert first == "from global_step3 (newest; --tag chooses another)"
+    assert len(rest) == bool(noted) and (noted or "") in "".join(rest)
 
 
 def test_other_settings_or_another_set_are_refused(tmp_path, made):
