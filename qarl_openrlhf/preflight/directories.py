@@ -27,12 +27,12 @@ def check_directories(args) -> None:
         for model_flag, model in models.items():
             if model and os.path.isdir(model) and os.path.realpath(model) == os.path.realpath(path):
                 raise ConfigError(f"--{flag} {path} is the directory of --{model_flag}, which the run would overwrite: name another")
-        if why := why_unwritable(path):
-            raise ConfigError(f"--{flag} {path}: {why}: name another directory")
         try:
             _try_names(nearest_existing(path), path)
         except OSError as error:
             raise ConfigError(f"--{flag} {path}: cannot be made in {nearest_existing(path)} ({error.strerror}): name another directory") from None
+        if why := why_unwritable(path):
+            raise ConfigError(f"--{flag} {path}: {why}: name another directory")
     _check_export(args)
 
 

@@ -352,6 +352,9 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
+    if dist.is_initialized():  # by tests before it, in this process
+        yield
+        return
     dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
