@@ -6,6 +6,8 @@ parameter under its checkpoint name and in its checkpoint layout. What a product
 finished update, and products go through :mod:`qarl_openrlhf.kernels.dispatch`, the functions the learner calls.
 """
 
+from abc import abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -78,9 +80,9 @@ class InPlaceLinearMethod(LinearMethodBase):
 
     in_place = True
 
+    @abstractmethod
     def parameters(self, rows: list[int], k: int, dtype: torch.dtype, loader) -> dict[str, nn.Parameter]:
         """Name -> parameter of this rank, for a layer with ``rows`` of each projection fused into it and ``k`` columns."""
-        raise NotImplementedError
 
     def check(self, n: int, k: int, tp: int) -> None:
         """QuantError if a layer [n, k], whole, cannot run like this on ``tp`` ranks."""

@@ -60,11 +60,18 @@ def reorder(b: Tensor) -> Tensor:
 
 def reorder_experts(b_tensors: Tensor) -> tuple[Tensor, Tensor]:
     """In ``cutlass_encode_and_reorder_int4b_grouped``'s signature: int32 [E, N, K / 8] -> (the same reordered, a layout an expert)."""
-    vllms = torch.ops._C.cutlass_encode_and_reorder_int4b_grouped
     if not _alike(b_tensors.device):
-        return vllms(b_tensors)
-    one = vllms(b_tensors[:1])[1]  # vLLM's own checks of the sizes, too
-    return in_kernel_order(b_tensors), one.repeat(len(b_tensors), 1)
+        return torch.ops._C.cutlass_encode_and_reorder_int4b_grouped(b_tensors)
+    experts, n, words = b_tensors.shape
+    layout = _layout(b_tensors.device, n, words)
+    return in_kernel_order(b_tensors), layout.repeat(experts, 1)
+
+
+@cache
+def _layout(device: torch.device, n: int, words: int) -> Tensor:
+    """int32 [1, ...]: vLLM's description of an expert's layout, which only its size decides; with vLLM's checks of that size."""
+    one = torch.zeros(1, n, words, dtype=torch.int32, device=device)
+    return torch.ops._C.cutlass_encode_and_reorder_int4b_grouped(one)[1]
 
 
 def in_kernel_order(weight: Tensor) -> Tensor:

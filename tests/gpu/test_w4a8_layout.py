@@ -43,10 +43,9 @@ def test_scales(vllms, shape):
     assert ours.shape == theirs.shape and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-def test_signed_codes(vllms):
-    from vllm.model_executor.layers.quantization.utils.quant_utils import convert_packed_uint4b8_to_signed_int4_inplace as theirs
-
+def test_signed_codes():
+    """By definition: vLLM's own function may be ours already in this process."""
     stored = codes(64, 32)
-    if theirs is vllm_w4a8.make_signed:
-        pytest.skip("replaced in this process")
-    assert torch.equal(vllm_w4a8.make_signed(stored.clone()), theirs(stored.clone()))
+    signed = vllm_w4a8.make_signed(stored.clone())
+    for shift in range(0, 32, 4):
+        assert torch.equal(signed >> shift & 15, (stored >> shift & 15) - 8 & 15)
