@@ -33,6 +33,13 @@ def save_models(tmp_path_factory) -> dict[str, str]:
     return {"dense": save_tiny_model(tmp_path_factory.mktemp("dense"), "qwen3", hidden=256), "moe": moe}
 
 
+def selected(request, runs: dict[str, dict]) -> dict[str, dict]:
+    """Those that the chosen tests of the module (``-k``) ask for by their parameter "name"; all for a test that takes "runs" only."""
+    mine = [item for item in request.session.items if item.module is request.module and "runs" in item.fixturenames]
+    names = {item.callspec.params.get("name") if hasattr(item, "callspec") else None for item in mine}
+    return {name: changes for name, changes in runs.items() if name in names or None in names}
+
+
 def flags_of(model: str, prompts: str, out: str, changes: dict) -> dict:
     return two_steps(model, prompts, out) | {
         "device": "cuda",
@@ -86,7 +93,7 @@ def rows_of(finished: dict, name: str) -> list[dict]:
 
 
 def assert_aligned(rows: list[dict], name: str) -> None:
-    """What has to hold of every run: verified pushes, r = 1 before the first update, an engine near the learner, new codes."""
+    """What has to hold of every run: verified pushes, r = 1 before the first update, an engine near the learner, new codes (BF16 has none)."""
     for row in rows:
         assert row["sync/checksum_ok"] == 1.0 and row["sync/probe_abs_logp"] < 0.5
         # log r is exactly 0 for every token before the first update: its mean is, and the mean of r is 1.
@@ -95,4 +102,4 @@ def assert_aligned(rows: list[dict], name: str) -> None:
         assert 0 < row["memory/learner_peak_gib"] <= row["memory/learner_reserved_gib"]
         print(f"{name}: mean |delta logp| to the engine {row['mismatch/abs_logp_mean']:.4f}")
         assert row["mismatch/abs_logp_mean"] < 0.25
-    assert rows[-1]["sync/changed_code_frac"] > 0
+    assert rows[-1]["sync/changed_code_frac"] > 0 or "bf16" in name

@@ -15,13 +15,15 @@ from qarl_openrlhf.quant import QuantScheme
 from qarl_openrlhf.quant.convert import convert_model
 from tests.tiny_models import VOCABULARY
 
-from .runs import assert_aligned, rows_of, save_models, side_by_side
+from .runs import assert_aligned, rows_of, save_models, selected, side_by_side
 
 RUNS = {
     "w4a16": {"quant.scheme": "w4a16"},
     "fp8": {"quant.scheme": "fp8"},
     "w8a8": {"quant.scheme": "w8a8"},
     "w4a8": {"quant.scheme": "w4a8"},
+    "bf16": {"quant.scheme": "bf16"},
+    "moe-bf16": {"quant.scheme": "bf16"},
     "moe-w4a16": {"quant.scheme": "w4a16"},
     "moe-fp8": {"quant.scheme": "fp8"},
     "moe-w8a8": {"quant.scheme": "w8a8"},
@@ -31,6 +33,11 @@ RUNS = {
 if find_spec("liger_kernel"):
     RUNS["fp8-liger"] = {"quant.scheme": "fp8", "ds.use_liger_kernel": True, "ds.packing_samples": True, "actor.logprob_chunk": 32}
     RUNS["moe-w4a16-liger"] = RUNS["fp8-liger"] | {"quant.scheme": "w4a16"}
+if find_spec("bitsandbytes"):
+    RUNS["w4a16-bitsandbytes"] = {
+        "quant.scheme": "w4a16", "algo.kl.init_coef": 0.01, "algo.kl.estimator": "k3", "ref.load_in_4bit": True, "actor.adam.state_bits": 8,
+    }  # fmt: skip
+QUANTIZED = [name for name, changes in RUNS.items() if changes["quant.scheme"] != "bf16"]
 # What multiplies the 14 linear layers, and the 2 stacked expert weights of each of 2 layers: counted once a layer and forward.
 PRODUCTS = {
     "w4a16": {"library BF16": 14},
@@ -42,6 +49,7 @@ PRODUCTS = {
     "moe-w8a8": {"w8a8_gemm": 8, "grouped_w8a8": 4},
     "moe-w4a8": {"w8a8_gemm": 8, "_scaled_grouped_mm": 4},
     "w4a16-packed": {"library BF16": 14},
+    "w4a16-bitsandbytes": {"library BF16": 14},
     "fp8-liger": {"w8a8_gemm": 14},
     "moe-w4a16-liger": {"library BF16": 8, "library BF16 grouped": 4},
 }
@@ -55,20 +63,17 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def runs(models, tmp_path_factory):
-    with side_by_side(RUNS, models, tmp_path_factory) as finished:
+def runs(request, models, tmp_path_factory):
+    with side_by_side(selected(request, RUNS), models, tmp_path_factory) as finished:
         yield finished
 
 
-@pytest.fixture(params=list(RUNS))
-def name(request):
-    return request.param
-
-
+@pytest.mark.parametrize("name", RUNS)
 def test_two_steps(runs, name):
     assert_aligned(rows_of(runs, name), name)
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_kernels_ran_for_every_quantized_layer(runs, name):
     for row in rows_of(runs, name):
         calls = {key[len("kernels/") : -len("_calls")]: n for key, n in row.items() if key.startswith("kernels/")}
@@ -80,6 +85,12 @@ def test_kernels_ran_for_every_quantized_layer(runs, name):
         assert calls[QUANTIZERS[RUNS[name]["quant.scheme"]]] >= layers, calls
         if "w8a8_gemm" in PRODUCTS[name]:  # q, k, v share one quantization of their input, and so do gate and up
             assert calls["act_quant"] >= FORWARDS * 8 and calls["act_quant_shared"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "bitsandbytes" in name])
+def test_an_nf4_reference_is_not_the_policy(runs, name):
+    for row in rows_of(runs, name):
+        assert 5e-4 < row["kl"] < 1.0
 
 
 def test_a_packed_run_is_the_padded_one(runs):
