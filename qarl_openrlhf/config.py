@@ -167,7 +167,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     if (given := engine_args.engine_args(args)) and (wrong := engine_args.problem(given)):
         raise ConfigError(wrong)
     if args.quant.cache == "auto":
-        args.quant.cache = default_cache(args.ds.zero_stage, device)
+        args.quant.cache = default_cache(args.ds.zero_stage, device, scheme)
 
 
 def choose_transport(args, device: str) -> str:
@@ -189,9 +189,10 @@ def choose_transport(args, device: str) -> str:
     return fitting
 
 
-def default_cache(zero_stage: int, device: str) -> str:
-    """"dequant" where every rank holds all parameters anyway (the copy is small beside them), "packed" under ZeRO-3."""
-    return "packed" if zero_stage == 3 and device == "cuda" else "dequant"
+def default_cache(zero_stage: int, device: str, scheme: QuantScheme) -> str:
+    """"dequant" where every rank holds all parameters anyway (the copy is small beside them); "packed" under ZeRO-3, and where no
+    training forward multiplies quantized weights (``:rollout``)."""
+    return "packed" if not scheme.aligned or (zero_stage == 3 and device == "cuda") else "dequant"
 
 
 # Flags of the loss that an objective is in the place of.

@@ -293,13 +293,22 @@ class QarlActorTrainer(ActorPPOTrainer):
         metrics["sync/gather_ms"] = self.gather.seconds * 1e3
         if not self.probed or self.version % self.args.sync.probe_every == 0:  # the first of this process, also after a resume
             self.probed = True
-            metrics |= self.probe.run(self.actor, self.vllm_engines, self.version, is_sender=self.publisher is not None)
+            metrics |= self._probe()
             metrics |= self._start_kl()
         if self.args.vllm.enable_sleep and torch.cuda.is_available():
             torch.cuda.empty_cache()  # of every rank, before anything of the engines' is woken
         self.barrier()
         metrics["timing/publish"] = time.perf_counter() - started
         self.publish_metrics = metrics if self.strategy.is_rank_0() else {}
+
+    def _probe(self) -> dict:
+        """Engines go READY before they are probed, and go on with what a push had frozen: where the probe fails they are stopped."""
+        try:
+            return self.probe.run(self.actor, self.vllm_engines, self.version, is_sender=self.publisher is not None)
+        except Exception as error:
+            if self.publisher is not None:
+                self.publisher.abandon(f"version {self.version}: {error}")
+            raise
 
 
 def _token_sum(mean: torch.Tensor, counts: dict) -> torch.Tensor:

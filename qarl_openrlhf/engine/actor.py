@@ -307,7 +307,7 @@ class QarlRolloutActor(_RolloutActor):
         return [{"engine": self.name, **receipt} for receipt in receipts]
 
     async def abort_update(self, reason: str) -> None:
-        """Give the update up: FAILED at once, then clean up as far as the engine still answers."""
+        """Give the update up, complete or not: FAILED at once, then clean up as far as the engine still answers."""
         self.weights.fail(reason)
         await self._clean_up()
 

@@ -75,11 +75,18 @@ class Publisher:
         try:
             return self._publish(tensors, version)
         except BaseException as error:
-            self._abandon(f"version {version}: {error}")
+            self.abandon(f"version {version}: {error}")
             with suppress(Exception):  # the first error is the cause
                 for _ in tensors:
                     pass
             raise
+
+    def abandon(self, reason: str) -> None:
+        """No engine that still lives samples with the weights of this publish, complete or not: each goes FAILED and aborts its
+        requests. Waits for them briefly and drops the group."""
+        calls = [engine.abort_update.remote(reason) for engine in self.engines]
+        self.close()
+        ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
 
     def close(self) -> None:
         """Leave the transport group."""
@@ -201,12 +208,6 @@ class Publisher:
             silent = ", ".join(pending.values()) or "the transport"
             raise SyncError(f"{what}: no answer from {silent} within the publish's {self.timeout_s:g} s")
         return ray.get(calls)
-
-    def _abandon(self, reason: str) -> None:
-        """Tell every engine that still lives, wait for them briefly, and drop the group."""
-        calls = [engine.abort_update.remote(reason) for engine in self.engines]
-        self.close()
-        ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
 
 
 def _reason(error: Exception) -> str:

@@ -1,10 +1,13 @@
 """What goes wrong in the learner is named before anything is published."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from qarl_openrlhf.quant.errors import QuantError
+from qarl_openrlhf.sync.probe import ProbeError
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -24,3 +27,34 @@ def test_a_nan_in_a_master_weight_names_the_layer(make_learner, rollout, zero):
             sent.append(name)
     assert not any(name.startswith("model.layers.1.mlp.down_proj") for name in sent)
     assert torch.isfinite(safe_get_full_fp32_param(learner.actor.network.model.layers[0].mlp.down_proj.weight)).all()
+
+
+class Engines:
+    """In a publisher's place: what it was told."""
+
+    def __init__(self):
+        self.told = []
+
+    def publish(self, tensors, version: int) -> dict:
+        self.told.append(("published", version, len(list(tensors))))
+        return {}
+
+    def abandon(self, reason: str) -> None:
+        self.told.append(("abandoned", reason))
+
+
+@pytest.mark.parametrize("error", [ProbeError("engine 0 disagrees"), TimeoutError("no answer")])
+def test_a_probe_that_fails_stops_the_engines(make_learner, error):
+    """They are READY by then, and asynchronous rollouts would go on."""
+    learner = make_learner("llama")
+    learner.publisher = Engines()
+
+    def run(*args, **kwargs):
+        raise error
+
+    learner.probe = SimpleNamespace(run=run)
+    with pytest.raises(type(error), match=str(error)):
+        learner.broadcast_to_vllm()
+    (published, version, count), abandoned = learner.publisher.told
+    assert published == "published" and count > 14
+    assert abandoned == ("abandoned", f"version {version}: {error}")

@@ -194,6 +194,20 @@ def test_requests_in_flight_are_aborted_if_the_update_fails(qwen3):
     assert_heals(qwen3)
 
 
+def test_engines_of_a_push_that_is_judged_wrong_afterwards_sample_nothing_more(qwen3):
+    """As after a probe that fails: the push was complete, and requests that it had frozen go on."""
+    qwen3.publish()
+    params = SamplingParams(temperature=1.0, max_tokens=350, ignore_eos=True)
+    calls = [engine.generate.remote([5 + i, 6, 7], params) for i in range(4) for engine in qwen3.engines]
+    time.sleep(0.2)
+    qwen3.publish()
+    qwen3.publisher.abandon(f"version {qwen3.version}: engine 1 disagrees with the learner")
+    for call in calls:
+        assert isinstance(refusal(call), EngineNotReady)
+    assert_failed(qwen3, "engine 1 disagrees with the learner")
+    assert_heals(qwen3)
+
+
 def test_requests_in_flight_are_aborted_however_late_a_worker_answers(qwen3):
     """A worker that waits for a peer keeps the clean-up waiting for longer than the update that failed waits for it."""
     qwen3.publish()
