@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> None:
         "summary.csv, summary.md and pictures by objective and by scheme.",
     )
     parser.add_argument("runs", nargs="+", metavar="[NAME=]DIR", help="run directory with metrics.jsonl, or a directory of such, or of an ablation")
-    parser.add_argument("--out", default=None, help="where to write (default: into the directory given, or ./report for several, which then holds the newest report alone)")
+    where = "where to write (default: into the directory given, or for several into ./report, which holds the newest report alone)"
+    parser.add_argument("--out", default=None, help=where)
     parser.add_argument("--tokens", action="store_true", help="write tokens.html instead: recorded responses token by token")
     parser.add_argument("--steps", type=int, nargs="+", default=None, help="--tokens: which steps (default: up to 12 over the run)")
     parser.add_argument("--until", type=int, default=None, metavar="STEP", help="leave out later steps, and runs without earlier ones")
