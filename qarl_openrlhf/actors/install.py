@@ -80,7 +80,7 @@ class _Group(RayActorGroup):
 
     # Of the class: a group travels to the controller, which needs none of them.
     startup: Startup
-    names: dict[str, str]
+    names: dict[str, str] = {}  # of the actors, by id: for :func:`ended_actor`
     actor_classes: dict
     awaited: list = []  # what the engines still have to answer
 
