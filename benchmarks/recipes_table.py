@@ -68,7 +68,7 @@ def row_of(directory: Path) -> list[str]:
 def main(root: Path) -> None:
     runs = sorted(path.parent for path in root.glob("*/run.json"))
     if not runs:
-        raise SystemExit(f"recipes_table: no run in {root}")
+        raise SystemExit(f"recipes_table: error: no run in {root}")
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
     for directory in runs:
         print("| " + " | ".join(row_of(directory)) + " |")

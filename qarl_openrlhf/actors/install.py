@@ -1,6 +1,8 @@
 """Put our actors where OpenRLHF's ``train`` looks for them."""
 
+import time
 from functools import wraps
+from itertools import count
 
 import ray
 from openrlhf.cli import train_ppo_ray
@@ -10,7 +12,7 @@ from openrlhf.trainer.ray.launcher import RayActorGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from qarl_openrlhf.actors import model_workers, policy, trainer
-from qarl_openrlhf.actors.engine_end import ended_engine
+from qarl_openrlhf.actors.actor_end import ended_actor
 from qarl_openrlhf.actors.main_memory_end import ended_for_memory
 from qarl_openrlhf.actors.strategy import make_strategy
 from qarl_openrlhf.engine.actor import QarlRolloutActor
@@ -18,16 +20,20 @@ from qarl_openrlhf.engine.engine_args import chosen
 from qarl_openrlhf.metrics.startup import Startup
 from qarl_openrlhf.runtime import placement_group
 
+CONTROLLERS = trainer.QarlPPOTrainer, trainer.QarlPPOTrainerAsync, trainer.QarlTrainingActor, trainer.QarlGenerateSamplesActor
+SETTLED_S = 2.0
+
 
 def install(args, startup: Startup | None = None):
     """Returns OpenRLHF's ``train`` function, which now builds our classes (this process only) and tells ``startup`` what it
-    waits for. EngineProcessError if an engine's process ended by itself."""
+    waits for. ActorProcessError if a process of the run ended by itself, MainMemoryError if Ray ended one for want of memory."""
     startup = startup or Startup(show=lambda line, flush: None)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # The controller writes the run directory, which the driver reads: same node.
     ppo_trainer.PPOTrainer = ray.remote(trainer.QarlPPOTrainer).options(scheduling_strategy=here)
     ppo_trainer_async.PPOTrainerAsync = ray.remote(trainer.QarlPPOTrainerAsync).options(scheduling_strategy=here)
-    vllm_engine.RolloutRayActor = engines = _EngineFactory(ray.remote(QarlRolloutActor), args, startup)
+    names: dict[str, str] = {}  # of the run's actors, as ``ended_actor`` takes them
+    vllm_engine.RolloutRayActor = _EngineFactory(ray.remote(QarlRolloutActor), args, startup, names)
     # The one call that ``create_vllm_engines`` makes: "sleep". Models are loaded when it is answered, but the processes that will
     # load them, and the controller, start and import beside the engines' own start.
     vllm_engine.batch_vllm_engine_call = _Group.load_after
@@ -36,13 +42,15 @@ def install(args, startup: Startup | None = None):
     train_ppo_ray.ReferenceModelActor = on_gpu(model_workers.ReferenceModelActor)
     train_ppo_ray.RewardModelActor = on_gpu(model_workers.RewardModelActor)
     train_ppo_ray.CriticModelActor = on_gpu(model_workers.CriticModelActor)
-    _Group.startup, _Group.awaited, train_ppo_ray.RayActorGroup = startup, [], _Group
+    _Group.startup, _Group.awaited, _Group.names, train_ppo_ray.RayActorGroup = startup, [], names, _Group
     _Group.actor_classes = {
         "learner": train_ppo_ray.PolicyModelActor,
         "reference": train_ppo_ray.ReferenceModelActor,
         "reward model": train_ppo_ray.RewardModelActor,
         "critic": train_ppo_ray.CriticModelActor,
     }
+    names |= {actor_class.__ray_metadata__.class_name: role for role, actor_class in _Group.actor_classes.items()}
+    names |= {controller.__name__: "controller" for controller in CONTROLLERS}
     train_ppo_ray.get_strategy = make_strategy
     train_ppo_ray.placement_group = placement_group
 
@@ -51,11 +59,20 @@ def install(args, startup: Startup | None = None):
         try:
             train_ppo_ray.train(args)
         except ray.exceptions.RayError as error:
-            if ended := ended_engine(engines.made, args) or ended_for_memory(error):
+            if ended := _why(error, names, args):
                 raise ended from None
             raise
 
     return train
+
+
+def _why(error: Exception, names: dict[str, str], args) -> Exception | None:
+    """The end of a process that ``error`` comes from. Whoever talks to a process learns of its end before Ray does, and an error
+    of theirs may be here first."""
+    until = time.monotonic() + SETTLED_S
+    while not (ended := ended_for_memory(error) or ended_actor(names, args)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return ended
 
 
 class _Group(RayActorGroup):
@@ -63,6 +80,7 @@ class _Group(RayActorGroup):
 
     # Of the class: a group travels to the controller, which needs none of them.
     startup: Startup
+    names: dict[str, str] = {}  # of the actors, by id: for :func:`ended_actor`
     actor_classes: dict
     awaited: list = []  # what the engines still have to answer
 
@@ -74,6 +92,7 @@ class _Group(RayActorGroup):
     def __init__(self, num_nodes, num_gpus_per_node, ray_actor_type, *args, **kwargs):
         self.role = next(role for role, actor_class in self.actor_classes.items() if actor_class is ray_actor_type)
         super().__init__(num_nodes, num_gpus_per_node, ray_actor_type, *args, **kwargs)
+        self.names.update({actor._actor_id.hex(): f"{self.role}, rank {rank}" for rank, actor in enumerate(self._actor_handlers)})
 
     def async_init_model_from_pretrained(self, *args, **kwargs):
         ray.get(self.awaited)
@@ -85,17 +104,17 @@ class _Group(RayActorGroup):
 class _EngineFactory:
     """``RolloutRayActor.options(...).remote(...)`` with the scheme and device of this run added."""
 
-    def __init__(self, actor_class, args, startup: Startup, options: dict | None = None, made: list | None = None):
-        self.actor_class, self.args, self.startup, self.ray_options = actor_class, args, startup, options or {}
-        self.made = [] if made is None else made
+    def __init__(self, actor_class, args, startup: Startup, names: dict[str, str], options: dict | None = None, numbers: count | None = None):
+        self.actor_class, self.args, self.startup, self.names, self.ray_options = actor_class, args, startup, names, options or {}
+        self.numbers = numbers or count()
 
     def options(self, **ray_options) -> "_EngineFactory":
-        return _EngineFactory(self.actor_class, self.args, self.startup, ray_options, self.made)
+        return _EngineFactory(self.actor_class, self.args, self.startup, self.names, ray_options, self.numbers)
 
     def remote(self, **kwargs):
-        name = f"engine {len(self.made)}"
+        name = f"engine {next(self.numbers)}"
         engine = self._remote(qarl_name=name, **kwargs)
-        self.made.append(engine)
+        self.names[engine._actor_id.hex()] = name
         self.startup.watch(f"{name} starts vLLM", f"{name} ready", [engine.weights_state.remote()])
         return engine
 

@@ -5,6 +5,10 @@ import re
 import ray
 
 LARGEST = 4
+WHAT_HELPS = (
+    "end what else runs there; what --dry_run counts in main memory (--ds.adam_offload, --ds.enable_sleep and"
+    " --vllm.enable_sleep put it there); fewer --vllm.num_engines"
+)
 
 
 class MainMemoryError(RuntimeError):
@@ -39,7 +43,4 @@ def explain(text: str) -> str:
     largest = re.findall(r"(\d+)\t([\d.]+)\t([^,\t\n]+)", text)[:LARGEST]
     if largest:
         line += " Largest there: " + ", ".join(f"{command.strip()} (pid {pid}) {size} GB" for pid, size, command in largest) + "."
-    return line + (
-        " What helps: end what else runs there; what --dry_run counts in main memory (--ds.adam_offload, --ds.enable_sleep and"
-        " --vllm.enable_sleep put it there); fewer --vllm.num_engines. RAY_memory_usage_threshold=0.98 moves Ray's limit"
-    )
+    return f"{line} What helps: {WHAT_HELPS}. RAY_memory_usage_threshold=0.98 moves Ray's limit"

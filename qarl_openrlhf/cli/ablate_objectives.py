@@ -46,9 +46,9 @@ def _main(argv: list[str] | None, ending: SignalEnding) -> None:
             return
         failed = _run(args, plan, ending)
     except PlanError as error:
-        raise SystemExit(f"ablate_objectives: {error}") from None
+        raise SystemExit(f"ablate_objectives: error: {error}") from None
     if failed:
-        raise SystemExit(f"{len(failed)} of {len(plan.runs)} runs failed: the same command tries them again")
+        raise SystemExit(f"ablate_objectives: error: {len(failed)} of {len(plan.runs)} runs failed: the same command tries them again")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -267,7 +267,7 @@ def _main(argv: list[str] | None, ending: SignalEnding) -> None:
             ending.advice = lambda: ": the same command goes on where it was" if any(Path(args.out).glob("*.jsonl")) else ""
         summary = run(args)
     except (DataError, QuantError, ConfigError) as error:
-        raise SystemExit(f"evaluate: {error}") from None
+        raise SystemExit(f"evaluate: error: {error}") from None
     print(json.dumps(summary, indent=2))
     print(table.markdown(table.read_runs([args.out])))
 

@@ -154,7 +154,7 @@ def _main(argv: list[str] | None) -> None:
     try:
         run(args)
     except (QuantError, ConfigError, OSError, SafetensorError) as error:  # the last two: of a full disk
-        raise SystemExit(f"export: {error}") from None
+        raise SystemExit(f"export: error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         print(json.dumps(prepare(args), indent=2))
     except (DataError, OSError) as error:
-        raise SystemExit(f"prepare_data: {error}") from None
+        raise SystemExit(f"prepare_data: error: {error}") from None
 
 
 if __name__ == "__main__":

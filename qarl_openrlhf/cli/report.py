@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from qarl_openrlhf.data.files import why_unwritable
 from qarl_openrlhf.metrics.records import TOKENS
-from qarl_openrlhf.report import ReportError, write_report
-from qarl_openrlhf.report.comparison import write_comparison
+from qarl_openrlhf.report import ReportError, comparison, report, write_report
 from qarl_openrlhf.report.discover import Entry, Identity, arms, entries_below, entry
 from qarl_openrlhf.report.tokens_html import write_tokens_page
 
+DEFAULT = Path("report")  # of several runs
 MAX_COLUMNS = 6  # runs that the terminal's table, a column each, has room for
 
 
@@ -66,7 +67,8 @@ def main(argv: list[str] | None = None) -> None:
         "summary.csv, summary.md and pictures by objective and by scheme.",
     )
     parser.add_argument("runs", nargs="+", metavar="[NAME=]DIR", help="run directory with metrics.jsonl, or a directory of such, or of an ablation")
-    parser.add_argument("--out", default=None, help="where to write (default: into the directory given, or ./report for several)")
+    where = "where to write (default: into the directory given, or for several into ./report, which holds the newest report alone)"
+    parser.add_argument("--out", default=None, help=where)
     parser.add_argument("--tokens", action="store_true", help="write tokens.html instead: recorded responses token by token")
     parser.add_argument("--steps", type=int, nargs="+", default=None, help="--tokens: which steps (default: up to 12 over the run)")
     parser.add_argument("--until", type=int, default=None, metavar="STEP", help="leave out later steps, and runs without earlier ones")
@@ -83,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             _report(args)
     except (ReportError, OSError) as error:
-        raise SystemExit(f"report: {error}") from None
+        raise SystemExit(f"report: error: {error}") from None
 
 
 def _tokens(args) -> None:
@@ -99,21 +101,35 @@ def _tokens(args) -> None:
 
 def _report(args) -> None:
     runs = arms_of(args.runs)
-    out = Path(args.out) if args.out else split_name(args.runs[0])[1] if len(args.runs) == 1 else Path("report")
+    out = Path(args.out) if args.out else split_name(args.runs[0])[1] if len(args.runs) == 1 else DEFAULT
     if args.until is not None and not args.out:  # the whole run's pictures stay
         out /= f"until-{args.until}"
-    report = write_report(runs, out, until=args.until)
-    entries, written = entries_of(args.runs), list(report.pictures)
+    earlier = _earlier_report(out) if not args.out and len(args.runs) > 1 else []
+    made = write_report(runs, out, until=args.until)
+    entries, written = entries_of(args.runs), list(made.pictures)
     if args.until is not None:  # what begins later is among the report's notes
         entries = [each.cut(args.until) for each in entries if each.run is None or each.run.steps[0] <= args.until]
     if len(entries) <= MAX_COLUMNS:
-        print(report.text)
+        print(made.text)
     if len(entries) > 1:
-        written += write_comparison(entries, out)
+        written += comparison.write_comparison(entries, out)
         print((out / "summary.md").read_text(encoding="utf-8"))
-    for note in report.notes + [note for each in entries for note in each.notes]:
+    for note in made.notes + [note for each in entries for note in each.notes]:
         print(f"note: {note}")
+    if earlier:
+        for path in set(earlier) - {*written, out / "report.txt"}:  # of other runs, it would pass for these runs'
+            path.unlink()
+        print(f"note: the earlier report in {out} is replaced: --out DIR keeps one")
     print("written: " + ", ".join(str(path) for path in written))
+
+
+def _earlier_report(out: Path) -> list[Path]:
+    """Files of the report that is in ``out``, which nobody has named; ReportError where anything else is."""
+    there = sorted(out.iterdir()) if out.is_dir() else []
+    other = [path.name for path in there if path.name not in (*report.FILES, *comparison.FILES) and not re.fullmatch(r"until-\d+", path.name)]
+    if other:
+        raise ReportError(f"{out} holds other files than a report's ({', '.join(other[:3])}): name a directory with --out")
+    return [path for path in there if path.is_file()]
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
         print(f"note: {args.metrics.dir} had a run, which is now {earlier}")
     train = install(args, startup)
     stop = threading.Event()
-    watcher = threading.Thread(target=follow, args=(args.metrics.dir, stop), daemon=True)
+    watcher = threading.Thread(target=follow, args=(args.metrics.dir, stop), kwargs={"codes": args.quant.scheme != "bf16"}, daemon=True)
     watcher.start()
     try:
         train(args)

@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         write_jsonl(out, rows)
     except (DataError, OSError) as error:
-        raise SystemExit(f"reasoning_gym: {error}") from None
+        raise SystemExit(f"reasoning_gym: error: {error}") from None
     print(f"reasoning_gym: {len(rows)} prompts of {args.task} ({len({r['input'] for r in rows})} different) -> {args.out}")
 
 

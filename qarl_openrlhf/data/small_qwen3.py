@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> None:
         settings = Settings(**given | {"config": dict(given["config"])})
         record = make(out, settings, device=device, show=lambda line: print(f"small_qwen3: {line}", flush=True))
     except (DataError, OSError) as error:
-        raise SystemExit(f"small_qwen3: {error}") from None
+        raise SystemExit(f"small_qwen3: error: {error}") from None
     if record is None:
         print(f"small_qwen3: already there: {out}")
     else:

@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         wrote = convert(args.out_dir, args.gguf)
     except (ConversionError, OSError) as error:
-        raise SystemExit(f"smollm2: {error}") from None
+        raise SystemExit(f"smollm2: error: {error}") from None
     print(f"smollm2: {'wrote' if wrote else 'already there:'} {args.out_dir}")
 
 

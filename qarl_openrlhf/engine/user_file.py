@@ -25,7 +25,12 @@ def load_error(error: BaseException) -> UserFileError | None:
         return None
     flag, variable = _LOADERS[loaders[0].f_code.co_qualname]
     given = loaders[0].f_locals[variable]
-    path = given if isinstance(given, str) else given[0]
+    return told(flag, given if isinstance(given, str) else given[0], error)
+
+
+def told(flag: str, path: str, error: BaseException) -> UserFileError:
+    """What to say of ``error``, which the loading of ``path`` raised."""
+    frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if os.path.abspath(frame.f_code.co_filename) == os.path.abspath(path)]
     if isinstance(error, SystemExit):
         what = f"it called sys.exit({error.code!r})"

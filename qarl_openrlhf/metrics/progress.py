@@ -20,21 +20,24 @@ COLUMNS = (
 )
 
 
-def follow(directory: str, stop: threading.Event, show=print) -> None:
-    """Show new notes and steps of a run until ``stop`` is set (and then what is left). Meant for a thread."""
+def follow(directory: str, stop: threading.Event, show=print, *, codes: bool = True) -> None:
+    """Show new notes and steps of a run until ``stop`` is set (and then what is left). Meant for a thread. codes: of :func:`step_line`."""
     files = [_Tail(os.path.join(directory, name)) for name in ("notes.jsonl", "metrics.jsonl")]
     while True:
         last = stop.wait(0.5)
         for row in (row for file in files for row in file.new_rows()):
-            show(row["note"] if "note" in row else step_line(row), flush=True)
+            show(row["note"] if "note" in row else step_line(row, codes=codes), flush=True)
         if last:
             return
 
 
-def step_line(row: dict) -> str:
-    """``step   3  reward 0.312  mismatch 0.0412 ...``; a metric that is missing shows as ``-``."""
+def step_line(row: dict, *, codes: bool = True) -> str:
+    """``step   3  reward 0.312  mismatch 0.0412 ...``; a metric that is missing shows as ``-``. codes: whether the run has low-bit
+    codes, whose changed share is part of the line; the 0 that one in BF16 logs would read as weights that stand still."""
     cells = []
     for label, name, form in COLUMNS:
+        if name == "sync/changed_code_frac" and not codes:
+            continue
         value = row.get(name)
         cells.append(f"{label} {form(value) if value is not None else '-':>8}")
     return f"step {row['step']:>4}  " + "  ".join(cells)

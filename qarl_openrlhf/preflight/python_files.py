@@ -1,4 +1,4 @@
-"""Reward and agent files: there, compile, import what exists, and define what OpenRLHF calls. They are read, not run."""
+"""Reward and agent files: there, compile, import what exists, define what OpenRLHF calls, and load. Those that load are not called."""
 
 import ast
 import importlib.util
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.paths import looks_local, require_file
+from qarl_openrlhf.preflight.loading import check_loads
 from qarl_openrlhf.rewards import math_options
 
 
@@ -64,6 +65,7 @@ def _check_file(flag: str, path: str, name: str, signature: str, positional: int
         given, needed = len(takes.posonlyargs + takes.args), len(takes.posonlyargs + takes.args) - len(takes.defaults)
         if (given < positional and not takes.vararg) or needed > positional:
             raise ConfigError(f"--{flag} {path}: {name}({ast.unparse(takes)}) is called with {positional} arguments: write `{signature}`")
+    check_loads(flag, path, name)
 
 
 def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:

@@ -17,20 +17,27 @@ Groups = dict[str, dict[str, list[Run]]]  # panel -> curve -> runs of its seeds
 MAX_PANELS = 4  # a row
 
 
+PICTURES = {  # name -> (what its panels are, metric, its label, log scale)
+    "reward_by_scheme": ("objective", "rollout/reward_mean", "mean reward", False),  # the paper's Figure 7
+    "reward_by_objective": ("scheme", "rollout/reward_mean", "mean reward", False),  # Figure 8
+    "entropy_by_objective": ("scheme", "policy/entropy_sampled", "entropy, nats a token", False),  # Figure 10
+    "mismatch_by_objective": ("scheme", "mismatch/abs_logp_mean", "mean |Δ log p|, nats", True),  # Figure 12
+    "kl_by_objective": ("scheme", "policy/kl_start", "KL to the start policy, nats", True),
+    "error_tokens_by_objective": ("scheme", "error_token/low_prob_rate", "tokens under 1e-3, share", False),
+}
+FILES = ("summary.csv", "summary.md", *(f"{name}.png" for name in PICTURES))  # what comparisons write
+
+
 def write_comparison(entries: list[Entry], out: Path) -> list[Path]:
     """summary.csv, summary.md and the pictures; returns what was written. Works with any subset of runs done."""
     written = write_summary(entries, out)
-    by_scheme, by_objective = _groups(entries, "scheme", "objective"), _groups(entries, "objective", "scheme")
-    several = {panel: curves for panel, curves in by_objective.items() if len(curves) > 1}
-    pictures = {
-        "reward_by_scheme": _panels(several, "rollout/reward_mean", "mean reward"),  # the paper's Figure 7
-        "reward_by_objective": _panels(by_scheme, "rollout/reward_mean", "mean reward"),  # Figure 8
-        "entropy_by_objective": _panels(by_scheme, "policy/entropy_sampled", "entropy, nats a token"),  # Figure 10
-        "mismatch_by_objective": _panels(by_scheme, "mismatch/abs_logp_mean", "mean |Δ log p|, nats", log=True),  # Figure 12
-        "kl_by_objective": _panels(by_scheme, "policy/kl_start", "KL to the start policy, nats", log=True),
-        "error_tokens_by_objective": _panels(by_scheme, "error_token/low_prob_rate", "tokens under 1e-3, share"),
+    by_objective = _groups(entries, "objective", "scheme")
+    groups = {
+        "scheme": _groups(entries, "scheme", "objective"),
+        "objective": {panel: curves for panel, curves in by_objective.items() if len(curves) > 1},
     }
-    for name, figure in pictures.items():
+    for name, (panel, metric, label, log) in PICTURES.items():
+        figure = _panels(groups[panel], metric, label, log=log)
         if figure is not None:
             with atomic_file(out / f"{name}.png") as part:
                 figure.savefig(part, format="png")

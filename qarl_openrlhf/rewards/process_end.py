@@ -1,4 +1,4 @@
-"""How an engine's process ended, where Ray knows only that it did: rewards are computed in it and may take it down.
+"""How a process of a run ended, where Ray knows only that it did: a reward, computed in an engine's, may take it down.
 
 A crash is in the process's log, by faulthandler, which Ray turns on in its workers; ``os._exit`` leaves no trace unless
 :func:`tell_exits` was called. Imports neither vLLM nor OpenRLHF: a Ray task reads the log on the engine's node.
@@ -26,9 +26,9 @@ _SIGNALS = {  # faulthandler's words
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """``what``: "exit code 3: os._exit at FILE:LINE in FUNCTION" or the like; ``log``: the file that says so, None without."""
+    """``what``: "exit code 3: os._exit at FILE:LINE in FUNCTION" or the like, None if nothing recorded it; ``log``: the process's, None without."""
 
-    what: str
+    what: str | None
     log: str | None
 
 
@@ -48,11 +48,11 @@ def tell_exits() -> None:
     os._exit = _exit
 
 
-def describe(text: str, files: list[str]) -> str:
-    """The last end that a log tells of; where in ``files`` it happened, else where at all."""
+def describe(text: str, files: list[str]) -> str | None:
+    """The last end that a log tells of, None if it tells of none; where in ``files`` it happened, else where at all."""
     ends = list(_END.finditer(text))
     if not ends:
-        return "an exit code that nothing recorded (SIGKILL, e.g. for want of memory, or an exit by a C library)"
+        return None
     end = ends[-1]
     if end["status"]:
         what = f"exit code {end['status']}: os._exit"
@@ -70,7 +70,7 @@ def read_end(pid: int, files: list[str]) -> ProcessEnd:
     logs = Path(os.readlink("/proc/self/fd/2")).parent
     log = next(iter(sorted(logs.glob(f"worker-*-{pid}.err"))), None)
     if log is None:
-        return ProcessEnd(describe("", files), None)
+        return ProcessEnd(None, None)
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL))
         return ProcessEnd(describe(file.read().decode(errors="replace"), files), str(log))

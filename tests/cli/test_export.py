@@ -242,7 +242,7 @@ def test_the_run_s_directory_points_at_its_checkpoints(base, checkpoints, tmp_pa
     run = of_run(checkpoints, tmp_path, "bf16")
     with pytest.raises(SystemExit) as error:
         export.main([str(run), "--model", base, "--out", str(tmp_path / "out")])
-    assert str(error.value) == f"export: {run} holds no checkpoint itself: give {run / 'checkpoints'}, which does"
+    assert str(error.value) == f"export: error: {run} holds no checkpoint itself: give {run / 'checkpoints'}, which does"
 
 
 def test_which_checkpoint_is_taken(base, checkpoints, tmp_path, capsys):

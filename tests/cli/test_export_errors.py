@@ -27,7 +27,7 @@ def refused(*argv) -> str:
     with pytest.raises(SystemExit) as error:
         export.main(list(map(str, argv)))
     message = str(error.value)
-    assert message.startswith("export: ") and "\n" not in message
+    assert message.startswith("export: error: ") and "\n" not in message
     return message
 
 
@@ -97,7 +97,7 @@ def test_evaluation_refuses_them_too_and_names_the_file(source, tmp_path):
         for scheme in ([], ["--scheme", "w8a8"]):
             with pytest.raises(SystemExit) as error:
                 evaluate.main([*words, *scheme])
-            assert re.fullmatch(rf"evaluate: {source}/model.safetensors: {name}: 1 of \d+ values are NaN or infinite: .*", str(error.value))
+            assert re.fullmatch(rf"evaluate: error: {source}/model.safetensors: {name}: 1 of \d+ values are NaN or infinite: .*", str(error.value))
         assert not (tmp_path / "out").exists()
         spoil_tensor(source, name, 0.0)
 

@@ -144,20 +144,45 @@ def test_an_error_of_ours_is_one_line_and_the_advice(start, tmp_path, who):
     run.assert_gone()
 
 
-KILLED = {  # words in its command line, what the run's last words must say
-    "engine": ("VLLM::EngineCore", "engine 0: .*died"),
-    "learner": ("ray::QarlPolicyActor", "QarlPolicyActor"),
+TWO = {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2, "ds.zero_stage": 3}
+CRITIC = {"algo.advantage.estimator": "gae", "critic.num_nodes": 1, "critic.num_gpus_per_node": 1}
+KILLED = {  # words in its command line, flags, what the run's last line must say
+    "engine": ("VLLM::EngineCore", {}, r"engine 0: .*died"),
+    "engine's actor": ("ray::QarlRolloutActor", {}, r"engine 0: its process \(pid {pid} on [\d.]+\) ended without a word: by SIGKILL"),
+    "learner": ("ray::QarlPolicyActor", {}, r"learner, rank 0: its process \(pid {pid} on [\d.]+\) ended without a word: by SIGKILL .*--ds.adam_offload"),
+    "one of two learners": ("ray::QarlPolicyActor", TWO, r"learner, rank [01]: its process \(pid {pid} on [\d.]+\) ended without a word"),
+    "reference": ("ray::ReferenceModelActor", {"algo.kl.init_coef": 0.01}, r"reference, rank 0: its process \(pid {pid} on [\d.]+\) ended"),
+    "critic": ("ray::CriticModelActor", CRITIC, r"critic, rank 0: its process \(pid {pid} on [\d.]+\) ended without a word"),
+    "controller": ("ray::QarlPPOTrainer", {}, r"controller: its process \(pid {pid} on [\d.]+\) ended without a word"),
+    "asynchronous": ("ray::QarlPolicyActor", {"train.async_enable": True}, r"learner, rank 0: its process \(pid {pid} on [\d.]+\) ended"),
 }
 
 
 @pytest.mark.parametrize("who", KILLED)
-def test_a_killed_process_ends_the_run_and_leaves_none(start, who):
-    words, message = KILLED[who]
+def test_a_killed_process_ends_the_run_with_one_line_and_leaves_none(start, tiny_model, who):
+    words, flags, message = KILLED[who]
+    if who == "critic":
+        flags = flags | {"critic.model_name_or_path": tiny_model("llama", hidden=128)}
+    run = start({"ckpt.save_steps": 1} | flags)
+    run.wait_for_steps(2)
+    killed = run.named(words)
+    killed.kill()
+    assert run.process.wait(120) == 1
+    last = assert_one_line(run, "")
+    assert re.search(message.format(pid=killed.pid), last), last
+    assert "the same command with --ckpt.load_enable goes on from checkpoint " in last
+    run.assert_gone()
+
+
+def test_a_learner_that_is_killed_while_it_loads_is_one_line(start):
     run = start()
-    run.wait_for_steps(1)
-    run.named(words).kill()
-    assert run.process.wait(120) != 0
-    assert re.search(message, run.text), run.text[-3000:]
+    until = time.monotonic() + 200
+    while "start: learner loads its model ..." not in run.text and time.monotonic() < until:
+        time.sleep(0.05)
+    killed = run.named("ray::QarlPolicyActor")
+    killed.kill()
+    assert run.process.wait(120) == 1
+    assert_one_line(run, f"learner, rank 0: its process (pid {killed.pid} on ")
     run.assert_gone()
 
 

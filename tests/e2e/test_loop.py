@@ -49,7 +49,7 @@ def ray_head(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in RUNS])
-def test_two_steps(name, tiny_model, flags, prompts, tmp_path):
+def test_two_steps(name, tiny_model, flags, prompts, tmp_path, capsys):
     run = RUNS[name]
     model = tiny_model(run["family"], hidden=128, tied=run.get("tied", False))
     wanted = flags(model, name) | {
@@ -85,8 +85,8 @@ def test_two_steps(name, tiny_model, flags, prompts, tmp_path):
     if run.get("kl"):
         # the reference is BF16: the quantized policy is away from it before any update
         assert rows[0]["kl"] > 1e-4
-    if quantized:
-        assert rows[-1]["sync/changed_code_frac"] > 0
+    assert (rows[-1]["sync/changed_code_frac"] > 0) == quantized
+    assert ("  changed " in capsys.readouterr().out) == quantized  # of the lines that it printed
     if not run["scheme"].endswith("rollout"):
         assert rows[-1]["mismatch/abs_logp_mean"] < 0.05
     export = os.path.join(wanted["ckpt.output_dir"], "quantized-" + run["scheme"].removesuffix(":rollout").replace(":", "-"))

@@ -12,7 +12,7 @@ import ray
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from vllm import SamplingParams
 
-from qarl_openrlhf.actors.engine_end import ended_engine
+from qarl_openrlhf.actors.actor_end import ended_actor
 from qarl_openrlhf.engine.strict_rewards import RewardError, StrictSingleTurnExecutor
 
 from . import tiny
@@ -119,10 +119,10 @@ class RewardActor:
 
 
 ENDS = {
-    "os._exit": ("import os; os._exit(259)", "exit code 3: os._exit at {path}:2 in reward_func"),
-    "segfault": ("import ctypes; ctypes.string_at(0)", "exit code -11 (SIGSEGV): segmentation fault at {path}:2 in reward"),
-    "abort": ("import os; os.abort()", "exit code -6 (SIGABRT): aborted at {path}:2 in reward"),
-    "killed": ("import os; os.kill(os.getpid(), 9)", "an exit code that nothing recorded (SIGKILL, e.g. for want of memory"),
+    "os._exit": ("import os; os._exit(259)", "ended by itself with exit code 3: os._exit at {path}:2 in reward_func"),
+    "segfault": ("import ctypes; ctypes.string_at(0)", "ended by itself with exit code -11 (SIGSEGV): segmentation fault at {path}:2 in reward"),
+    "abort": ("import os; os.abort()", "ended by itself with exit code -6 (SIGABRT): aborted at {path}:2 in reward"),
+    "killed": ("import os; os.kill(os.getpid(), 9)", "ended without a word: by SIGKILL (the kernel's for want of main memory, or someone's)"),
 }
 
 
@@ -134,22 +134,24 @@ def test_a_reward_that_ends_the_process_is_named_with_its_exit_code(cluster, tmp
     args = SimpleNamespace(train=SimpleNamespace(agent_func_path=None), reward=SimpleNamespace(remote_url=[str(path)]))
     alive, engine = (ray.remote(num_cpus=0)(RewardActor).remote(str(path)) for _ in range(2))
     ray.get([actor.__ray_ready__.remote() for actor in (alive, engine)])
-    assert ended_engine([alive, engine], args) is None
+    names = {actor._actor_id.hex(): f"engine {number}" for number, actor in enumerate((alive, engine))}
+    assert ended_actor(names, args) is None
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(engine.reward.remote(), timeout=60)
-    message = str(ended_engine([alive, engine], args))
-    assert message.startswith("engine 1: its process (pid ") and f"ended by itself with {words.format(path=path)}" in message
+    message = str(ended_actor(names, args))
+    assert message.startswith("engine 1: its process (pid ") and words.format(path=path) in message
     assert f"{path} runs in that process: code that ends it (os._exit, a crash of a C extension) is the likely cause" in message
+    assert ("What helps where main memory was full" in message) == (how == "killed")
     assert os.path.isfile(message.rpartition("Log of the process: ")[2])
     args.reward.remote_url = ["http://localhost:1/reward"]
-    assert "likely cause" not in str(ended_engine([alive, engine], args))
+    assert "likely cause" not in str(ended_actor(names, args))
     ray.kill(alive)
     until = time.monotonic() + 60
     with pytest.raises(ray.exceptions.RayActorError):  # a call may overtake the kill
         while time.monotonic() < until:
             ray.get(alive.__ray_ready__.remote(), timeout=60)
             time.sleep(0.05)
-    assert ended_engine([alive], args) is None  # Ray ended it, not itself
+    assert ended_actor({alive._actor_id.hex(): "engine 0"}, args) is None  # Ray ended it, not itself
 
 
 def test_a_fork_of_an_engines_process_ends_without_a_word():

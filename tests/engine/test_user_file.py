@@ -8,9 +8,12 @@ from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from qarl_openrlhf.cli.own_errors import own_message
+from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.engine import start_error
 from qarl_openrlhf.engine.start_error import started
 from qarl_openrlhf.engine.user_file import UserFileError
+from qarl_openrlhf.preflight.python_files import check_agent, check_reward
+from tests.preflight.test_python_files import arguments
 
 REWARD = "\ndef reward_func(queries, prompts, labels):\n    return {'rewards': 1.0}\n"
 AGENT = "from openrlhf.utils.agent import AgentExecutorBase\n\nclass AgentExecutor(AgentExecutorBase):\n"
@@ -43,7 +46,7 @@ CASES += [("--train.agent_func_path", *case) for name, case in [*BODIES.items(),
 def test_it_is_told_with_flag_file_and_line_and_not_tried_again(tmp_path, monkeypatch, flag, source, line, words):
     monkeypatch.setattr(start_error, "own_logs", lambda: [None, None])
     monkeypatch.chdir(tmp_path)  # a relative path is told as it was given
-    (tmp_path / "boom.py").write_text(source)
+    (tmp_path / "boom.py").write_text(source + ("\nclass AgentExecutor: ...\n" if "AgentExecutor" not in source else ""))
     calls = []
 
     async def start():
@@ -55,6 +58,10 @@ def test_it_is_told_with_flag_file_and_line_and_not_tried_again(tmp_path, monkey
     message = str(raised.value)
     assert message.startswith(f"{flag} boom.py{f', line {line}' if line else ''}: ") and words in message
     assert "\n" not in message and len(calls) == 1
+    if source in (case[0] for case in BODIES.values()):  # an agent that loads is made by engines alone
+        with pytest.raises(ConfigError) as early:
+            (check_agent if "agent" in flag else check_reward)(arguments("boom.py", agent="boom.py" if "agent" in flag else None))
+        assert str(early.value) == message  # of the preflight, word for word
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), SystemExit(3), RuntimeError("no room")])

@@ -214,7 +214,7 @@ def test_an_empty_set_is_named(tmp_path, ending, content):
     path = tmp_path / f"empty.{ending}"
     path.write_text(content)
     for argument in (str(path), f"own={path}", f"math500={path}", f"livecodebench={path}"):
-        with pytest.raises(SystemExit, match=f"evaluate: --tasks {argument}: {path} is empty"):
+        with pytest.raises(SystemExit, match=f"evaluate: error: --tasks {argument}: {path} is empty"):
             evaluate.main([".", "--out", str(tmp_path / "out"), "--tasks", argument])
 
 
@@ -254,9 +254,9 @@ def test_own_files_of_every_kind_and_with_columns_of_any_name(tmp_path, ending):
 def test_the_keys_reach_the_sets_and_only_own_ones(tmp_path):
     path = written(tmp_path / "own.csv", OWN)
     words = [".", "--out", str(tmp_path / "out"), "--tasks"]
-    with pytest.raises(SystemExit, match="evaluate: --input_key x: .*own.csv, row 1 has no such column"):
+    with pytest.raises(SystemExit, match="evaluate: error: --input_key x: .*own.csv, row 1 has no such column"):
         evaluate.main([*words, path, "--input_key", "x"])
-    with pytest.raises(SystemExit, match="evaluate: --label_key is of own files, and aime24 has columns of its own"):
+    with pytest.raises(SystemExit, match="evaluate: error: --label_key is of own files, and aime24 has columns of its own"):
         evaluate.main([*words, path, "aime24", "--label_key", "antwort"])
 
 
@@ -286,7 +286,7 @@ def test_half_a_surrogate_pair_is_named(tmp_path, row):
     for ending in ("jsonl", "json"):
         path, good = tmp_path / f"set.{ending}", {"problem": "1 + 1 \U0001f600", "answer": "2"}
         path.write_text(json.dumps(good) + "\n" + json.dumps(row) if ending == "jsonl" else json.dumps([good, row]))
-        with pytest.raises(SystemExit, match=rf"evaluate: {path}, row 2: the (problem|label) has \\ud\w+ at character 3, half of") as error:
+        with pytest.raises(SystemExit, match=rf"evaluate: error: {path}, row 2: the (problem|label) has \\ud\w+ at character 3, half of") as error:
             evaluate.main([".", "--out", str(tmp_path / "out"), "--tasks", str(path)])
         assert str(error.value).isascii() and "\n" not in str(error.value)
         assert load_items(str(path), 1)[0].problem == good["problem"]
@@ -300,7 +300,7 @@ NO_SCORES += ['{"tasks": {"a": {"avg": NaN}}}', '{"tasks": {"a": {"headline": "p
 @pytest.mark.parametrize("content", [*NO_JSON, *map(str.encode, NO_SCORES)])
 def test_a_broken_summary_is_named(tmp_path, content):
     (tmp_path / "summary.json").write_bytes(content)
-    with pytest.raises(SystemExit, match=f"evaluate: {tmp_path}/summary.json (is broken|holds no scores).*: remove it") as error:
+    with pytest.raises(SystemExit, match=f"evaluate: error: {tmp_path}/summary.json (is broken|holds no scores).*: remove it") as error:
         evaluate.main(["--table", f"a={tmp_path}"])
     assert "\n" not in str(error.value)
     with pytest.raises(DataError, match=f"{tmp_path}/summary.json "):

@@ -160,6 +160,21 @@ def test_small_shares_are_not_rounded_to_nothing(value, text):
     assert f"changed {text:>8}" in progress.step_line({"step": 1, "sync/changed_code_frac": value})
 
 
+@pytest.mark.parametrize("codes", [True, False])
+def test_a_bf16_run_has_no_codes_to_tell_of(tmp_path, codes):
+    out = writer.MetricsWriter(str(tmp_path))
+    shown = []
+
+    class Stop:  # one step is written before it is set
+        def wait(self, seconds: float) -> bool:
+            out.write(1, {"rollout/reward_mean": 0.5, "sync/changed_code_frac": 0.0, "rollout/tok_per_s": 7.0})
+            return True
+
+    progress.follow(str(tmp_path), Stop(), lambda line, flush: shown.append(line), codes=codes)
+    assert len(shown) == 1 and ("changed" in shown[0]) == codes
+    assert "reward    0.500" in shown[0] and "tok/s        7" in shown[0]
+
+
 def test_a_run_in_a_used_directory_is_followed_from_its_first_line(tmp_path):
     old = writer.MetricsWriter(str(tmp_path))
     old.note("of the run before")

@@ -70,7 +70,7 @@ def test_one_line_names_the_file(model, tmp_path, spoil, message):
     for chat in ("auto", "on", "off"):
         with pytest.raises(SystemExit) as ended:
             evaluate.main([str(model), "--out", str(tmp_path / "out"), "--tasks", str(tmp_path / "sums.jsonl"), "--max_tokens", "8", "--chat", chat])
-        assert re.fullmatch(f"evaluate: {model} {message}", str(ended.value))
+        assert re.fullmatch(f"evaluate: error: {model} {message}", str(ended.value))
     assert not (tmp_path / "out").exists()
 
 

@@ -89,7 +89,7 @@ def test_where_nothing_can_be_written(tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/x"):
         message = refused(capsys, run, "--out", out)
-        assert message.startswith(f"report: --out {out}: ") and "name a directory that can be written to" in message
+        assert message.startswith(f"report: error: --out {out}: ") and "name a directory that can be written to" in message
     if os.geteuid():
         (tmp_path / "locked").mkdir(mode=0o500)
         assert "nothing can be written" in refused(capsys, run, "--out", tmp_path / "locked")

@@ -214,7 +214,7 @@ def test_arms_and_seeds_on_the_command_line(tmp_path, capsys):
 
 
 def test_command_line_refuses_without_traceback(tmp_path):
-    with pytest.raises(SystemExit, match="report: .*does not exist"):
+    with pytest.raises(SystemExit, match="report: error: .*does not exist"):
         cli.main([str(tmp_path)])
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,35 @@ def test_until_leaves_out_runs_that_begin_later(tmp_path, capsys):
     with pytest.raises(SystemExit, match="late has no step up to 5: its first is 6"):
         cli.main([str(late), "--until", "5", "--out", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()
+
+
+def test_the_default_directory_of_several_holds_the_newest_report_alone(tmp_path, capsys, monkeypatch):
+    """Nothing of an earlier one stays among the new pictures, and nothing that is no report's goes."""
+    monkeypatch.chdir(tmp_path)
+    make_set(tmp_path / "two", {"tbpo": (0.9, 0.02), "gspo": (0.5, 0.02)}, seeds=1)
+    first, second = (run_of(tmp_path / "bare", arm, 0, [0.1, 0.2]) for arm in ("a", "b"))
+    cli.main(["two/tbpo", "two/gspo"])
+    assert "earlier report" not in capsys.readouterr().out
+    before = {path.name for path in Path("report").iterdir()}
+    cli.main([str(first), str(second)])
+    assert "note: the earlier report in report is replaced: --out DIR keeps one" in capsys.readouterr().out
+    after = {path.name for path in Path("report").iterdir()}
+    cli.main([str(first), str(second), "--out", "fresh"])
+    assert after == {path.name for path in Path("fresh").iterdir()} and before - after
+    cli.main([str(first), str(second), "--until", "1"])
+    cli.main([str(first), str(second)])  # it stays beside a report of the first steps
+    assert Path("report", "until-1").is_dir()
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "summary/own.txt"])
+def test_a_directory_called_report_that_is_none_of_ours_is_left_alone(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    runs = [str(run_of(tmp_path / "bare", arm, 0, [0.1, 0.2])) for arm in ("a", "b")]
+    own = tmp_path / "report" / name
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    with pytest.raises(SystemExit, match=f"report: error: report holds other files than a report's .{name.partition('/')[0]}.: name a directory with --out"):
+        cli.main(runs)
+    assert [path for path in (tmp_path / "report").rglob("*") if path.is_file()] == [own]
+    cli.main([*runs, "--out", "report"])  # who names it, means it
+    assert own.read_text() == "mine" and (tmp_path / "report" / "reward.png").exists()

@@ -1,6 +1,8 @@
 """The response is found behind any prompt, as OpenRLHF decodes the two: whole or cut, composed or not."""
 
+import importlib.util
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -91,3 +93,13 @@ def test_the_reward_of_a_prompt_that_the_tokenizer_composes():
     query = decoded(TOKENIZERS["NFC"], prompt, " It is \\boxed{10}<|im_end|>")
     assert prompt not in query
     assert math_reward.make_reward(timeout=20.0)([query], [prompt], ["10"])["rewards"] == 1.0
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_reward_of_the_alignment_measurement_counts_the_response_alone(name):
+    path = Path(__file__).parents[2] / "benchmarks" / "mismatch_reward.py"
+    spec = importlib.util.spec_from_file_location("mismatch_reward", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    prompt = "eeee \u2126 eeee"
+    assert module.reward_func([decoded(TOKENIZERS[name], prompt, " be a sea")], [prompt], [""])["rewards"] == 2 / 6
