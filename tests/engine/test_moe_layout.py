@@ -48,13 +48,15 @@ def test_a_gpu_engines_scales_of_a_rank():
     def slot(groups: int):
         scale = nn.Parameter(torch.zeros(4, groups, 8), requires_grad=False)
         scale.is_transposed = True
-        return gpu_moe.expert_slot(f"{BLOCK}.routed_experts", layer, "w2_weight_scale", scale, quantized=True)
+        own = {"w13_weight_scale": scale, "w2_weight_scale": scale, "w2_weight_packed": packed}
+        return gpu_moe.expert_slot(f"{BLOCK}.routed_experts", layer, "w2_weight_scale", own)
 
+    packed = nn.Parameter(torch.zeros(4, 2, 8, dtype=torch.int32), requires_grad=False)
+    packed.is_transposed = True
     for groups in (2, 1):
         assert slot(groups).shape == (4, 8, 2 * groups)
         pushed = torch.arange(64.0 * groups).view(4, 8, 2 * groups)
         assert torch.equal(slot(groups).part.of(pushed), pushed[..., groups:])
-    packed = nn.Parameter(torch.zeros(4, 2, 8, dtype=torch.int32), requires_grad=False)
-    packed.is_transposed = True
-    assert gpu_moe.expert_slot(f"{BLOCK}.routed_experts", layer, "w2_weight_packed", packed, quantized=True).shape == (4, 8, 4)
+    own = {"w13_weight_scale": packed, "w2_weight_packed": packed}
+    assert gpu_moe.expert_slot(f"{BLOCK}.routed_experts", layer, "w2_weight_packed", own).shape == (4, 8, 4)
     assert int_wna16.marlin_moe_permute_scales is vllm_experts.permute_scales  # from now on, for its pushes
