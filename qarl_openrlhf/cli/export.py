@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 
 from qarl_openrlhf.cli.ending import SignalEnding, own_process
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.data.files import scratch_directory, why_unwritable
 from qarl_openrlhf.engine.offline import ENGINES, choose_engine, open_engine
+from qarl_openrlhf.files import scratch_directory, why_unwritable
 from qarl_openrlhf.patches.vllm_cpu import serve_command
 from qarl_openrlhf.preflight import hub
 from qarl_openrlhf.quant import QuantError, QuantScheme

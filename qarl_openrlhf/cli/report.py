@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from qarl_openrlhf.data.files import why_unwritable
+from qarl_openrlhf.files import why_unwritable
 from qarl_openrlhf.metrics.records import TOKENS
 from qarl_openrlhf.report import ReportError, write_report
 from qarl_openrlhf.report.comparison import write_comparison

@@ -22,8 +22,8 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from qarl_openrlhf.data.files import atomic_directory, let_umask_rule, why_unwritable
-from qarl_openrlhf.data.lines import write_jsonl
+from qarl_openrlhf.files import atomic_directory, let_umask_rule, why_unwritable
+from qarl_openrlhf.lines import write_jsonl
 from qarl_openrlhf.data.reasoning_gym import DataError, parse_setting, problems, rows_of
 from qarl_openrlhf.data.worked_sums import STYLES, distinct, prompt_style, response, supervised
 from qarl_openrlhf.quant.errors import QuantError
