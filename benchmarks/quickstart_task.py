@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from qarl_openrlhf.data.files import atomic_file
 from qarl_openrlhf.data.reasoning_gym import prompt_rows
+from qarl_openrlhf.files import atomic_file
 from qarl_openrlhf.quant import QuantScheme, dequantize_weight, quantize_weight
 from qarl_openrlhf.rewards.reasoning_gym import score
 

@@ -14,7 +14,7 @@ import transformers
 
 from qarl_openrlhf.bench import sync
 from qarl_openrlhf.data.byte_tokenizer import byte_tokenizer
-from qarl_openrlhf.data.files import atomic_directory
+from qarl_openrlhf.files import atomic_directory
 
 PROMPTS = 512
 CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"

@@ -85,17 +85,17 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
 def _check_rollout_batches(flat) -> None:
     """Every learner process must get a micro-batch of each rollout (an assertion of OpenRLHF's, which names no flag)."""
     responses = getattr(flat, "rollout.batch_size") * getattr(flat, "rollout.n_samples_per_prompt")
-    learners = getattr(flat, "actor.num_nodes") * getattr(flat, "actor.num_gpus_per_node") // max(1, getattr(flat, "ds.ring_attn_size"))
+    learners = getattr(flat, "actor.num_nodes") * getattr(flat, "actor.num_gpus_per_node")
     micro = getattr(flat, "rollout.micro_batch_size")
     how = f"--rollout.batch_size {getattr(flat, 'rollout.batch_size')} x --rollout.n_samples_per_prompt {getattr(flat, 'rollout.n_samples_per_prompt')}"
-    if learners and responses // micro < learners:
+    if responses // micro < learners:
         if responses < learners:
             raise ConfigError(f"{how} are fewer responses than there are learner processes ({learners}): sample more")
         raise ConfigError(
             f"{how} = {responses} responses in micro-batches of --rollout.micro_batch_size {micro} leave some of the {learners} learner "
             f"processes without one: use --rollout.micro_batch_size {responses // learners} or less"
         )
-    if not learners or getattr(flat, "train.dynamic_batch_enable"):  # dynamic batches are dealt out response by response
+    if getattr(flat, "train.dynamic_batch_enable"):  # dynamic batches are dealt out response by response
         return
     shares = _shares(responses, micro, learners)
     updates = [share // (getattr(flat, "train.batch_size") // learners) for share in shares] if learners <= getattr(flat, "train.batch_size") else []
@@ -155,8 +155,6 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
         )
     if args.ds.packing_samples and not _has_flash_attn():
         args.ds.attn_implementation = "qarl_varlen"  # actors.varlen_attention
-    if args.sync.probe_every < 1:
-        raise ConfigError("--sync.probe_every must be at least 1")
     args.sync.transport = choose_transport(args, device)
     _check_schedulers(args)
     _check_evaluation(args)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from qarl_openrlhf.ablation.plan import PlannedRun, PlanError
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.files import atomic_file
 from qarl_openrlhf.report.discover import STATUS, Entry, Identity, entry
 
 FINISHED, FAILED, RUNNING = "finished", "failed", "running"

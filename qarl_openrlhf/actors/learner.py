@@ -139,11 +139,10 @@ class QarlActorTrainer(ActorPPOTrainer):
         dynamic = self.args.train.dynamic_batch_enable
         if dynamic:
             self.replay_buffer.setup_dynamic_batch(self.strategy)
-        shuffle = self.strategy.ring_attn_group is None and not dynamic
         loader = DataLoader(
             self.replay_buffer,
             batch_size=self.replay_buffer.sample_batch_size,
-            shuffle=shuffle,
+            shuffle=not dynamic,
             drop_last=True,
             collate_fn=self.replay_buffer.collate_fn,
         )
@@ -167,12 +166,7 @@ class QarlActorTrainer(ActorPPOTrainer):
     @torch.no_grad()
     def _log_probs(self, batch: Experience) -> torch.Tensor:
         """Log-probs [B, A] of the current policy, in the layout of the training pass."""
-        return self.actor(
-            batch.sequences,
-            batch.action_mask,
-            attention_mask=batch.attention_mask,
-            ring_attn_group=self.strategy.ring_attn_group,
-        )
+        return self.actor(batch.sequences, batch.action_mask, attention_mask=batch.attention_mask)
 
     def _count_kept(self, batches: list[Experience], *, before_any_update: bool, accumulation: int) -> None:
         """Tell a dropping objective how much the optimizer step of these micro-batches keeps, over all ranks."""

@@ -55,10 +55,8 @@ class QuantActor(Actor):
         return_entropy = kwargs.get("return_entropy", False)
         extra = {k for k, v in kwargs.items() if v is not None} - {"return_entropy"}
         whole = action_mask is not None and action_mask.shape[1] == sequences.shape[1] - 1
-        if self.logprob_chunk and whole and not self.is_vlm and extra <= {"ring_attn_group"}:
-            log_probs, output = self._in_chunks(
-                sequences, action_mask, attention_mask, kwargs.get("ring_attn_group"), bool(return_entropy)
-            )
+        if self.logprob_chunk and whole and not self.is_vlm and not extra:
+            log_probs, output = self._in_chunks(sequences, action_mask, attention_mask, bool(return_entropy))
             return (log_probs, output) if return_output else log_probs
         plain = action_mask is not None and not self.packing_samples and not self.is_vlm
         if not plain or extra or action_mask.shape[1] != sequences.shape[1] - 1:
@@ -85,20 +83,19 @@ class QuantActor(Actor):
             output.entropy = _pad_left(compute_entropy(logits), first)
         return (log_probs, output) if return_output else log_probs
 
-    def _in_chunks(self, sequences, action_mask, attention_mask, ring_attn_group, return_entropy: bool):
+    def _in_chunks(self, sequences, action_mask, attention_mask, return_entropy: bool):
         """(log-probs float32 [B, S - 1], output of the model without logits, with ``entropy`` [B, S - 1] if asked for).
 
         Both are 0 elsewhere than at action tokens.
         """
         if self.chunked_head is None:
             self.chunked_head = ChunkedHead(self.network, self.logprob_chunk)
+        no_ring = None  # ring attention is refused (config), and OpenRLHF's packing asks for its process group
         batch, length = sequences.shape
         acting = torch.nn.functional.pad(action_mask.bool(), (0, 1))  # the last position predicts nothing
         if self.packing_samples:
-            ids, position_ids, targets, pad, indices = unpad_and_slice_tensor(sequences, attention_mask, ring_attn_group)
+            ids, position_ids, targets, pad, indices = unpad_and_slice_tensor(sequences, attention_mask, no_ring)
             acting, attention_mask = acting.flatten()[indices], None
-            if ring_attn_group is not None:  # a rank has a slice of the tokens, and no slice of the mask: all of them
-                acting = torch.ones_like(ids, dtype=torch.bool)
         else:
             ids, targets = sequences, sequences.roll(-1, 1)
             position_ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
@@ -112,7 +109,7 @@ class QuantActor(Actor):
         def unpacked(column: int) -> torch.Tensor:
             one = values[..., column]
             if self.packing_samples:
-                one = gather_and_pad_tensor(one, ring_attn_group, pad, indices, batch, length)
+                one = gather_and_pad_tensor(one, no_ring, pad, indices, batch, length)
             return one[:, :-1]
 
         if return_entropy:

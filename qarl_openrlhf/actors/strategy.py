@@ -16,7 +16,7 @@ from qarl_openrlhf.checkpoint.flags import deciding, flatten
 from qarl_openrlhf.checkpoint.prompts import position
 from qarl_openrlhf.checkpoint.state import random_state, rank_file
 from qarl_openrlhf.checkpoint.write import rotate_together, write_checkpoint
-from qarl_openrlhf.data.files import let_umask_rule
+from qarl_openrlhf.files import let_umask_rule
 from qarl_openrlhf.kernels import dispatch
 from qarl_openrlhf.optim import adam8bit, muon
 from qarl_openrlhf.patches.rotary import restore_frequencies

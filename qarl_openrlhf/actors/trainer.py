@@ -26,7 +26,7 @@ class QarlExperienceMaker(RemoteExperienceMaker):
     def _dispatch_forward(self, group, sync_condition, **kwargs):
         if group is self.actor_model_group and not self._reward_needs_kl():
             placeholder = [mask.float() * 0 for mask in kwargs["action_mask"]]
-            return [ray.put(placeholder)] * self.args.ds.ring_attn_size
+            return [ray.put(placeholder)]
         return super()._dispatch_forward(group, sync_condition, **kwargs)
 
     def get_cumulative_returns(self, rewards, action_mask, gamma: float):

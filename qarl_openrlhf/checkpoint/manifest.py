@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.files import atomic_file
 
 NAME = "checkpoint.json"
 PARTIAL = ".partial"  # ending of a directory that is being written, or removed

@@ -14,7 +14,7 @@ from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
 from qarl_openrlhf.checkpoint.find import finish_partial, tags
 from qarl_openrlhf.checkpoint.state import rank_file
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.files import atomic_file
 
 
 def write_checkpoint(engine, directory: str | Path, tag: str, *, client_state: dict, rank_state: dict, facts: dict) -> None:

@@ -21,7 +21,7 @@ from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.cli.ending import SignalEnding
 from qarl_openrlhf.cli.flags import add_flags
 from qarl_openrlhf.cli.host import HostCommandLine
-from qarl_openrlhf.data.files import why_unwritable
+from qarl_openrlhf.files import why_unwritable
 from qarl_openrlhf.objectives import ObjectiveError
 from qarl_openrlhf.quant import QuantError
 

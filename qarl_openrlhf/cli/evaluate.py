@@ -24,7 +24,6 @@ from statistics import fmean
 from qarl_openrlhf.cli.ending import SignalEnding, own_process
 from qarl_openrlhf.cli.prepare_data import TEMPLATE, template_of
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.data.files import made_directory, scratch_directory, why_unwritable
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.data.sources import CODE, EVAL, on_hub
 from qarl_openrlhf.engine.offline import ENGINES
@@ -32,6 +31,7 @@ from qarl_openrlhf.evaluation import harness, records, sandbox, table
 from qarl_openrlhf.evaluation.code_items import CodeItem
 from qarl_openrlhf.evaluation.items import DEFAULT_K, Item, Settings, load_items
 from qarl_openrlhf.evaluation.scores import figure
+from qarl_openrlhf.files import made_directory, scratch_directory, why_unwritable
 from qarl_openrlhf.planning import numbers
 from qarl_openrlhf.preflight import hub
 from qarl_openrlhf.quant.errors import QuantError

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 
 from qarl_openrlhf.cli.ending import SignalEnding, own_process
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.data.files import scratch_directory, why_unwritable
 from qarl_openrlhf.engine.offline import ENGINES, choose_engine, open_engine
+from qarl_openrlhf.files import scratch_directory, why_unwritable
 from qarl_openrlhf.patches.vllm_cpu import serve_command
 from qarl_openrlhf.preflight import hub
 from qarl_openrlhf.quant import QuantError, QuantScheme
@@ -75,7 +75,7 @@ def run(args) -> None:
     scheme = check(args)
     step = deepspeed_step(args.source, args.tag)
     trained = trained_in(step) if step else None
-    check_trained(args.source, step, trained, scheme)
+    check_trained(step, trained, scheme)
     if step:
         print(which(args.source, step, args.tag), flush=True)
     with scratch_directory(_beside(args.out), ".export-") as scratch:
@@ -94,7 +94,7 @@ def run(args) -> None:
     print(f"to serve it: {serve_command(args.out)}{'' if has_tokenizer else ' --tokenizer NAME'}")
 
 
-def check_trained(source: str, step: Path | None, trained: QuantScheme | None, scheme: QuantScheme) -> None:
+def check_trained(step: Path | None, trained: QuantScheme | None, scheme: QuantScheme) -> None:
     """QuantError for another quantized scheme than the weights were trained in: they have learned the errors of theirs, and the
     result would be a model that nobody has trained."""
     if trained is not None and trained.aligned and scheme.quantized and scheme != trained:

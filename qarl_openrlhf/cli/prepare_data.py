@@ -15,12 +15,12 @@ from collections import Counter
 from pathlib import Path
 from string import Formatter
 
-from qarl_openrlhf.data.files import atomic_file, why_unwritable
-from qarl_openrlhf.data.lines import write_jsonl
 from qarl_openrlhf.data.math_rows import problem_and_label
 from qarl_openrlhf.data.overlap import OverlapIndex, words
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.data.sources import EVAL, TRAIN, load_rows, on_hub, place_of
+from qarl_openrlhf.files import atomic_file, why_unwritable
+from qarl_openrlhf.lines import write_jsonl
 
 TEMPLATE = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 

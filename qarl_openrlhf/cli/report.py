@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from qarl_openrlhf.data.files import why_unwritable
+from qarl_openrlhf.files import why_unwritable
 from qarl_openrlhf.metrics.records import TOKENS
 from qarl_openrlhf.report import ReportError, comparison, report, write_report
 from qarl_openrlhf.report.discover import Entry, Identity, arms, entries_below, entry

@@ -24,8 +24,8 @@ from pathlib import Path
 from random import Random
 from typing import Iterable, Iterator
 
-from qarl_openrlhf.data.files import why_unwritable
-from qarl_openrlhf.data.lines import write_jsonl
+from qarl_openrlhf.files import why_unwritable
+from qarl_openrlhf.lines import write_jsonl
 
 STYLES = ("question", "equation")
 CHUNK = 1024  # problems of one reasoning-gym data set: some tasks prepare all of theirs at once

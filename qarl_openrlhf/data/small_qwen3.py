@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from qarl_openrlhf.data.files import atomic_directory, let_umask_rule, why_unwritable
-from qarl_openrlhf.data.lines import write_jsonl
 from qarl_openrlhf.data.reasoning_gym import DataError, parse_setting, problems, rows_of
 from qarl_openrlhf.data.worked_sums import STYLES, distinct, prompt_style, response, supervised
+from qarl_openrlhf.files import atomic_directory, let_umask_rule, why_unwritable
+from qarl_openrlhf.lines import write_jsonl
 from qarl_openrlhf.quant.errors import QuantError
 from qarl_openrlhf.quant.scheme import QuantScheme
 
@@ -142,100 +143,156 @@ def build_model(settings: Settings, tokenizer):
     return Qwen3ForCausalLM(config).float()
 
 
+@dataclass(frozen=True)
+class Sets:
+    """Problems of which none is in two of the three: ``entries`` (reasoning-gym's) and ``rows`` (as they are written) of "prompts" and
+    "heldout"; ``pairs``, endless (prompt, response) of supervised training."""
+
+    entries: dict[str, list[dict]]
+    rows: dict[str, list[dict]]
+    pairs: Iterator[tuple[str, str]]
+
+
+def draw(settings: Settings) -> Sets:
+    """DataError for a task that there is not, that has too few problems, or that lacks what the style needs."""
+    task, config, seed, exclude = settings.task, settings.config, settings.seed, settings.exclude
+    entries, apart = {}, set()
+    for name, count in (("heldout", settings.heldout), ("prompts", settings.prompts)):
+        entries[name] = distinct(problems(task, config, f"{name} {seed}", exclude), count, but=apart)
+        apart |= {entry["question"] for entry in entries[name]}
+    pairs = supervised(task, config, settings.style, seed, exclude, slips=settings.slips, but=apart)
+    next(pairs)  # a task without what the style needs is an error here, before torch is imported
+    return Sets(entries, {name: rows_of(task, entries[name], [], prompt_style(settings.style)) for name in ("prompts", "heldout")}, pairs)
+
+
+class Pupil:
+    """The model that is taught, with its tokenizer and the ``forms`` that it computes in. DataError for a device or base that is not there."""
+
+    def __init__(self, settings: Settings, sets: Sets, device: str):
+        import torch
+
+        from qarl_openrlhf.data.byte_tokenizer import byte_tokenizer
+
+        if device == "cuda" and not torch.cuda.is_available():
+            raise DataError("--device cuda: torch sees no GPU")
+        if device == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32: finer than the BF16 in which the weights are saved
+        if settings.base:
+            model, self.tokenizer = load_base(settings.base)
+            torch.manual_seed(settings.seed)
+        else:
+            self.tokenizer = byte_tokenizer()
+            model = build_model(settings, self.tokenizer)
+        self.settings, self.sets, self.model = settings, sets, model.to(device)
+        self.forms = convert(self.model, settings)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        entries = [*sets.entries["prompts"], *sets.entries["heldout"]]
+        self.lengths = [len(self.tokenizer(response(entry, settings.style))["input_ids"]) + 1 for entry in entries]
+
+    def solved(self, name: str, temperature: float, form: str) -> float:
+        """The share of the first CHECKED problems of a set that it solves in a form."""
+        from qarl_openrlhf.data.pretrain import solved
+
+        rows, length = self.sets.rows[name][:CHECKED], max(self.lengths) + 8
+        with self.forms[form]():
+            return solved(self.model, self.tokenizer, rows, max_new_tokens=length, temperature=temperature, seed=self.settings.seed)
+
+    def train(self, show: Callable[[str], None]) -> list[dict]:
+        """Teach it until it solves enough, in every form that it is taught in, and round it to BF16; returns the curve."""
+        import torch
+
+        from qarl_openrlhf.data.pretrain import train
+
+        settings = self.settings
+        taught = [settings.scheme, *["bf16"] * settings.both]
+        curve = train(
+            self.model,
+            self.tokenizer,
+            self.sets.pairs,
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            lr=settings.lr,
+            check=lambda: min(self.solved("prompts", 1.0, form) for form in sorted(set(taught))),
+            check_every=settings.check_every,
+            stop_at=settings.stop_at,
+            show=show,
+            forms=[self.forms[form] for form in taught],
+        )
+        self.model = self.model.to(torch.bfloat16)  # what is saved is what is measured
+        self.model.quant_cache.invalidate()
+        return curve
+
+    def shares(self) -> dict[str, float]:
+        """Shares solved, in the settings' scheme and, where that is another, in BF16."""
+        scheme = self.settings.scheme
+        found = {
+            "prompts_sampled": self.solved("prompts", 1.0, scheme),
+            "heldout_sampled": self.solved("heldout", 1.0, scheme),
+            "heldout_greedy": self.solved("heldout", 0.0, scheme),
+        }
+        if len(self.forms) > 1:
+            found |= {f"heldout_{how}_bf16": self.solved("heldout", temperature, "bf16") for how, temperature in (("sampled", 1.0), ("greedy", 0.0))}
+        return found
+
+    def apart(self) -> float:
+        """Nats a token between its two forms, on right responses."""
+        from qarl_openrlhf.data.pretrain import apart_in
+
+        rows, entries = self.sets.rows["heldout"][:CHECKED], self.sets.entries["heldout"]
+        written = [(row["input"], response(entry, self.settings.style)) for row, entry in zip(rows, entries)]
+        return apart_in(self.forms.values(), self.model, self.tokenizer, written)
+
+
 def make(out: Path, settings: Settings, *, device: str = "cpu", show=print) -> dict | None:
     """Fills the directory `out`; returns its training.json, or None when `out` already holds what `settings` make.
 
     `out` appears in one rename, complete or not at all. DataError when it holds anything else, or for settings that fail.
     """
+    stamp = _stamp_of(settings)
+    if _holds(out, stamp):
+        return None
+    sets = draw(settings)
+    pupil = Pupil(settings, sets, device)
+    lengths = pupil.lengths
+    show(f"{pupil.parameters / 1e6:.2f}M parameters; responses of {min(lengths)} to {max(lengths)} tokens")
+    curve = pupil.train(show)
+    record = {
+        "settings": stamp,
+        "parameters": pupil.parameters,
+        "response_tokens": {"mean": round(sum(lengths) / len(lengths), 1), "max": max(lengths)},
+        "solved": pupil.shares(),
+        "curve": curve,
+    }
+    if len(pupil.forms) > 1:
+        record["apart"] = pupil.apart()
+        show(f"BF16 and {settings.scheme} are {record['apart']:.4f} nats a token apart on right responses")
+    with atomic_directory(out) as part:
+        pupil.model.save_pretrained(part / "model")
+        let_umask_rule(part / "model")
+        pupil.tokenizer.save_pretrained(part / "model")
+        for name, rows in sets.rows.items():
+            write_jsonl(part / f"{name}.jsonl", rows)
+        (part / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
+
+
+def _stamp_of(settings: Settings) -> dict:
     stamp = {"version": VERSION, **asdict(settings)}
     for name, before in (("base", None), ("scheme", "bf16"), ("both", 0)):  # a directory made before there were these is still right
         if stamp[name] == before:
             del stamp[name]
+    return stamp
+
+
+def _holds(out: Path, stamp: dict) -> bool:
+    """Whether `out` was made with these settings; DataError where it cannot be made."""
     if out.is_dir() and any(out.iterdir()):
         if _stamp_in(out) == stamp:
-            return None
+            return True
         raise DataError(f"{out} exists and does not hold this model: remove it or name another")
     if reason := why_unwritable(out.parent if out.is_dir() else out):
         raise DataError(f"{out}: {reason}: name a directory that can be written to")
-    task, config, style = settings.task, settings.config, settings.style
-    seed, exclude = settings.seed, settings.exclude
-    heldout = distinct(problems(task, config, f"heldout {seed}", exclude), settings.heldout, but=set())
-    apart = {entry["question"] for entry in heldout}
-    prompts = distinct(problems(task, config, f"prompts {seed}", exclude), settings.prompts, but=apart)
-    apart |= {entry["question"] for entry in prompts}
-    pairs = supervised(task, config, style, seed, exclude, slips=settings.slips, but=apart)
-    next(pairs)  # a task without what the style needs is an error here, before torch is imported
-    sets = {
-        "prompts": rows_of(task, prompts, [], prompt_style(style)),
-        "heldout": rows_of(task, heldout, [], prompt_style(style)),
-    }
-
-    import torch
-
-    from qarl_openrlhf.data.byte_tokenizer import byte_tokenizer
-    from qarl_openrlhf.data.pretrain import apart_in, solved, train
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise DataError("--device cuda: torch sees no GPU")
-    if device == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32: finer than the BF16 in which the weights are saved
-    if settings.base:
-        model, tokenizer = load_base(settings.base)
-        torch.manual_seed(seed)
-    else:
-        tokenizer = byte_tokenizer()
-        model = build_model(settings, tokenizer)
-    model = model.to(device)
-    forms = convert(model, settings)
-    taught = [settings.scheme, *["bf16"] * settings.both]
-    lengths = [len(tokenizer(response(entry, style))["input_ids"]) + 1 for entry in [*prompts, *heldout]]
-    parameters = sum(p.numel() for p in model.parameters())
-    show(f"{parameters / 1e6:.2f}M parameters; responses of {min(lengths)} to {max(lengths)} tokens")
-
-    def rate(name: str, temperature: float, form: str) -> float:
-        rows = sets[name][:CHECKED]
-        with forms[form]():
-            return solved(model, tokenizer, rows, max_new_tokens=max(lengths) + 8, temperature=temperature, seed=seed)
-
-    curve = train(
-        model,
-        tokenizer,
-        pairs,
-        steps=settings.steps,
-        batch_size=settings.batch_size,
-        lr=settings.lr,
-        check=lambda: min(rate("prompts", 1.0, form) for form in sorted(set(taught))),
-        check_every=settings.check_every,
-        stop_at=settings.stop_at,
-        show=show,
-        forms=[forms[form] for form in taught],
-    )
-    model = model.to(torch.bfloat16)  # what is saved is what is measured
-    model.quant_cache.invalidate()
-    record = {
-        "settings": stamp,
-        "parameters": parameters,
-        "response_tokens": {"mean": round(sum(lengths) / len(lengths), 1), "max": max(lengths)},
-        "solved": {
-            "prompts_sampled": rate("prompts", 1.0, settings.scheme),
-            "heldout_sampled": rate("heldout", 1.0, settings.scheme),
-            "heldout_greedy": rate("heldout", 0.0, settings.scheme),
-        },
-        "curve": curve,
-    }
-    if len(forms) > 1:
-        record["solved"] |= {"heldout_sampled_bf16": rate("heldout", 1.0, "bf16"), "heldout_greedy_bf16": rate("heldout", 0.0, "bf16")}
-        written = [(row["input"], response(entry, style)) for row, entry in zip(sets["heldout"][:CHECKED], heldout)]
-        record["apart"] = apart_in(forms.values(), model, tokenizer, written)
-        show(f"BF16 and {settings.scheme} are {record['apart']:.4f} nats a token apart on right responses")
-    with atomic_directory(out) as part:
-        model.save_pretrained(part / "model")
-        let_umask_rule(part / "model")
-        tokenizer.save_pretrained(part / "model")
-        for name, rows in sets.items():
-            write_jsonl(part / f"{name}.jsonl", rows)
-        (part / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return record
+    return False
 
 
 def _stamp_in(out: Path) -> dict | None:

@@ -21,7 +21,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl_openrlhf.data.files import atomic_directory, let_umask_rule, why_unwritable
+from qarl_openrlhf.files import atomic_directory, let_umask_rule, why_unwritable
 
 if TYPE_CHECKING:  # torch and gguf are imported where they are used: finding the work already done takes no seconds
     import numpy as np

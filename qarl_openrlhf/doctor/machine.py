@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from qarl_openrlhf.data.files import why_unwritable
 from qarl_openrlhf.doctor.versions import SUPPORTED
+from qarl_openrlhf.files import why_unwritable
 from qarl_openrlhf.planning.machine import machine_bytes
 
 GIB = 2**30

@@ -13,7 +13,12 @@ MIN_CAPABILITY = (8, 0)  # BF16 tensor cores
 def check_resources(machine: Machine, device: str, parameters: int | None = None) -> list[Finding]:
     """parameters: of the model to be trained, for what a checkpoint takes."""
     findings = [fail("torch", error, f"bash scripts/setup_env.sh --{device}") for error in machine.errors]
-    findings += _gpus(machine) if device == "cuda" else [ok("gpus", "none used: training on the CPU")]
+    if device == "cpu":
+        findings.append(ok("gpus", "none used: training on the CPU"))
+    elif machine.gpus:
+        findings += _gpus(machine) + _nccl(machine) + _attention(machine)
+    else:
+        findings.append(_no_gpu(machine))
     findings += _memory(machine, device)
     findings += _disk(machine, parameters)
     if machine.compiler is None:
@@ -29,19 +34,16 @@ def check_resources(machine: Machine, device: str, parameters: int | None = None
     return findings
 
 
+def _no_gpu(machine: Machine) -> Finding:
+    if not machine.driver:
+        fix = "install the driver, or run the container with --gpus all; --device cpu trains without"
+        return fail("gpus", "no NVIDIA driver on this machine", fix)
+    if not machine.cuda_build:
+        return fail("gpus", "this torch is built without CUDA", "bash scripts/setup_env.sh --cuda")
+    return fail("gpus", "no CUDA device is visible", "unset CUDA_VISIBLE_DEVICES")
+
+
 def _gpus(machine: Machine) -> list[Finding]:
-    if not machine.gpus:
-        if not machine.driver:
-            return [
-                fail(
-                    "gpus",
-                    "no NVIDIA driver on this machine",
-                    "install the driver, or run the container with --gpus all; --device cpu trains without",
-                )
-            ]
-        fix = "unset CUDA_VISIBLE_DEVICES" if machine.cuda_build else "bash scripts/setup_env.sh --cuda"
-        why = "no CUDA device is visible" if machine.cuda_build else "this torch is built without CUDA"
-        return [fail("gpus", why, fix)]
     findings = []
     for index, gpu in enumerate(machine.gpus):
         capability = ".".join(map(str, gpu.capability))
@@ -79,19 +81,18 @@ def _gpus(machine: Machine) -> list[Finding]:
                 f"{len(machine.gpus)} x {first.name}, {first.total / GIB:.0f} GiB, capability {'.'.join(map(str, first.capability))}",
             )
         )
-    if machine.nccl_error and len(machine.gpus) > 1:
-        findings.append(
-            fail(
-                "nccl",
-                f"the library does not load: {machine.nccl_error}",
-                "bash scripts/setup_env.sh --cuda, or VLLM_NCCL_SO_PATH=/path/to/libnccl.so.2",
-            )
-        )
-    elif machine.nccl:
-        findings.append(ok("nccl", machine.nccl))
-    if not machine.flash_attn:
-        findings.append(ok("attention", "no flash-attn: PyTorch's variable-length attention packs"))
     return findings
+
+
+def _nccl(machine: Machine) -> list[Finding]:
+    if machine.nccl_error and len(machine.gpus) > 1:
+        fix = "bash scripts/setup_env.sh --cuda, or VLLM_NCCL_SO_PATH=/path/to/libnccl.so.2"
+        return [fail("nccl", f"the library does not load: {machine.nccl_error}", fix)]
+    return [ok("nccl", machine.nccl)] if machine.nccl else []
+
+
+def _attention(machine: Machine) -> list[Finding]:
+    return [] if machine.flash_attn else [ok("attention", "no flash-attn: PyTorch's variable-length attention packs")]
 
 
 def _memory(machine: Machine, device: str) -> list[Finding]:

@@ -100,7 +100,7 @@ class QarlRolloutActor(_RolloutActor):
         self.tokenizer = None if kwargs.get("skip_tokenizer_init") else self.llm.get_tokenizer()
         self.stop, self.stop_tokens = as_tokens(self.stop, self.tokenizer, self.llm.model_config) if self.stop else ([], [])
         self.admission = Admission(self.llm, lambda: self.weights.wait_ready(self.name, self.timeout_s))
-        self.token_versions = TokenVersions(self.llm.output_processor)
+        self.token_versions = TokenVersions(self.llm)
 
     def _configure_device_env(self, backend, bundle_indices, num_gpus):
         if self.on_cpu:  # no device to choose, though Ray may count logical GPUs

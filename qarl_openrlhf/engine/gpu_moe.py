@@ -9,76 +9,36 @@ Marlin's checkpoint parameters are transposed, [E, K, N]. Under tensor paralleli
 features, under expert parallelism a run of experts. :func:`effective_weights` reads back what a kernel multiplies by.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from qarl_openrlhf.engine.layout import Part, Slot
+from qarl_openrlhf.engine.moe_layout import ExpertSlot, share
 from qarl_openrlhf.patches import vllm_experts
 
 _PROJECTIONS = {"w13_": "gate_up_proj", "w2_": "down_proj"}
 _SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_shape")
 
 
-@dataclass(frozen=True)
-class ExpertPart(Part):
-    """A rank's share of a stacked tensor: experts ``first : first + count``, and of those the part along ``dim``.
-
-    halves: the rows are the gate's, then the up projection's; the share is one of each, as a view [E, 2, size, ...].
-    """
-
-    first: int = 0
-    count: int = 0
-    halves: bool = False
-
-    def of(self, full: Tensor) -> Tensor:
-        local = full.narrow(0, self.first, self.count)
-        if self.halves:
-            return local.unflatten(1, (2, -1)).narrow(2, self.offset, self.size)
-        return local if self.dim is None else local.narrow(self.dim, self.offset, self.size)
-
-
-@dataclass(frozen=True)
-class ExpertSlot(Slot):
-    """A stacked tensor's place in a (possibly transposed) parameter of vLLM."""
-
-    transposed: bool = False
-
-    def place(self, data: Tensor) -> Tensor:
-        if self.attribute.endswith("weight_shape"):
-            return data
-        view = data.transpose(1, 2) if self.transposed else data
-        return view.unflatten(1, (2, -1)) if self.part.halves else view
-
-
-def expert_slot(path: str, layer: nn.Module, attribute: str, parameter: Tensor, quantized: bool) -> Slot | None:
-    """The slot of one parameter of an expert layer; None for those that no checkpoint has (sort indices and the like)."""
+def expert_slot(path: str, layer: nn.Module, attribute: str, own: dict[str, Tensor]) -> Slot | None:
+    """The slot of one of an expert layer's ``own`` checkpoint parameters; None for those that no checkpoint has (sort indices and the like)."""
     prefix = next((p for p in _PROJECTIONS if attribute.startswith(p)), "")
     suffix = attribute.removeprefix(prefix)
     if not prefix or suffix not in _SUFFIXES:
         return None
-    name = _name(path, prefix) + (f".{suffix}" if quantized else "")
+    parameter = own[attribute]
+    name = _name(path, prefix) + (f".{suffix}" if "w13_weight_scale" in own else "")
     if suffix == "weight_shape":
         return ExpertSlot(name, (2,), parameter, 0, parameter.shape[0], Part())
     if suffix == "weight_packed":
         vllm_experts.apply()
-    config = layer.moe_config
-    tp, rank = config.tp_size, config.tp_rank
-    first, count = _local_experts(path, layer)
     transposed = bool(getattr(parameter, "is_transposed", False))
-    experts, *rest = parameter.shape
-    shape = list(reversed(rest)) if transposed else rest
-    if prefix == "w13_":
-        size = shape[0] // 2
-        part = ExpertPart(1, rank * size, size, first, count, halves=True)
-        shape[0] *= tp
-    elif tp == 1 or (suffix == "weight_scale" and not transposed and shape[1] == 1):  # a scale a channel is on every rank
-        part = ExpertPart(None, 0, 0, first, count)
-    else:
-        part = ExpertPart(2, rank * shape[1], shape[1], first, count)
-        shape[1] *= tp
-    return ExpertSlot(name, (config.num_experts, *shape), parameter, 0, experts, part, transposed=transposed)
+    experts, *shape = parameter.shape
+    a_channel = suffix == "weight_scale" and f"{prefix}weight_packed" not in own
+    part, whole = share(
+        _PROJECTIONS[prefix], shape[::-1] if transposed else shape, layer.moe_config, _local_experts(path, layer), scale_a_channel=a_channel
+    )
+    return ExpertSlot(name, (layer.moe_config.num_experts, *whole), parameter, 0, experts, part, transposed=transposed)
 
 
 @torch.no_grad()
@@ -121,13 +81,11 @@ def effective_weights(path: str, layer: nn.Module) -> dict[str, tuple[tuple[int,
                 del experts.activation
             mine = down[local, :, start : start + rows]
             mine.copy_(product[: mine.shape[1]].t())
-    tp, rank = config.tp_size, config.tp_rank
-    halves = ExpertPart(1, rank * inner, inner, first, count, halves=True)
-    columns = ExpertPart(2, rank * inner, inner, first, count)
-    return {
-        _name(path, "w13_"): ((config.num_experts, 2 * inner * tp, hidden), halves, gate_up.unflatten(1, (2, -1)).cpu()),
-        _name(path, "w2_"): ((config.num_experts, hidden, inner * tp), columns, down.cpu()),
-    }
+    found = {}
+    for prefix, weight in (("w13_", gate_up), ("w2_", down)):
+        part, whole = share(_PROJECTIONS[prefix], weight.shape[1:], config, (first, count))
+        found[_name(path, prefix)] = ((config.num_experts, *whole), part, part.seen(weight).cpu())
+    return found
 
 
 def _name(path: str, prefix: str) -> str:

@@ -134,7 +134,7 @@ def slots(model: nn.Module, parameters: Callable[[nn.Module], dict] = own_parame
                 continue
             seen.add(identity)
             if name.startswith(("w13_", "w2_")):
-                slot = gpu_expert_slot(path, module, name, parameter, quantized="w13_weight_scale" in own)
+                slot = gpu_expert_slot(path, module, name, own)
                 found = [] if slot is None else [slot]
             else:
                 found = _slots_of(path, name, module, parameter, packed)
@@ -143,10 +143,10 @@ def slots(model: nn.Module, parameters: Callable[[nn.Module], dict] = own_parame
     return result
 
 
-def gpu_expert_slot(*args, **kwargs) -> Slot | None:
+def gpu_expert_slot(*args) -> Slot | None:
     from qarl_openrlhf.engine.gpu_moe import expert_slot  # it builds on this module
 
-    return expert_slot(*args, **kwargs)
+    return expert_slot(*args)
 
 
 def _slots_of(path: str, name: str, module: nn.Module, parameter: nn.Parameter, packed: dict) -> Iterator[Slot]:

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+from qarl_openrlhf.patches.replacing import original, replace
+
 POLL_S = 0.25
 
 
@@ -10,10 +12,12 @@ def fail_when_dead(llm, error: Callable[[], Exception]) -> None:
     """Make every call of ``llm`` (vLLM's ``AsyncLLM``) to its engine process raise ``error()`` if that process dies meanwhile.
 
     vLLM fails requests that were being sampled, but answers no other call (pause, sleep, collective_rpc ...) of a process that
-    died: whoever awaits one would wait for ever. All of them go through this one method of the client.
+    died: whoever awaits one would wait for ever. All of them go through this one method of the client. PatchError names what a vLLM
+    lacks of it.
     """
-    core = llm.engine_core
-    call = core.call_utility_async
+    original(llm, "errored")
+    core = original(llm, "engine_core")
+    call = original(core, "call_utility_async")
 
     async def guarded(method: str, *args):
         task = asyncio.ensure_future(call(method, *args))
@@ -26,4 +30,4 @@ def fail_when_dead(llm, error: Callable[[], Exception]) -> None:
         finally:
             task.cancel()
 
-    core.call_utility_async = guarded
+    replace(core, "call_utility_async", guarded)

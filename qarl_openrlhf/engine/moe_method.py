@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from qarl_openrlhf.engine.layout import Part
-from qarl_openrlhf.engine.moe_layout import GateUpPart, checkpoint_name, expert_slot, rank_part
+from qarl_openrlhf.engine.moe_layout import checkpoint_name, expert_slot, share
 from qarl_openrlhf.kernels import dispatch, grouped, moe, product
 from qarl_openrlhf.patches.vllm_names import RoutedExperts
 from qarl_openrlhf.quant import PackedWeight, QuantError, QuantScheme
@@ -114,11 +114,9 @@ class CpuMoEMethod(FusedMoEMethodBase):
                 weight = operand.to(scale.dtype)
             else:
                 weight = (operand.float() * scale.float()).to(scale.dtype)
-            part = rank_part(layer, projection, tuple(weight.shape))
-            e, n, k = weight.shape
-            whole = (e, n * self.moe.tp_size, k) if projection == "gate_up_proj" else (e, n, k * self.moe.tp_size)
-            piece = weight.unflatten(1, (2, -1)) if isinstance(part, GateUpPart) else weight
-            found[checkpoint_name(path, projection)] = (whole, part, piece.clone())
+            experts, *shape = weight.shape
+            part, whole = share(projection, shape, self.moe, (0, experts))
+            found[checkpoint_name(path, projection)] = ((experts, *whole), part, part.seen(weight).clone())
         return found
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from qarl_openrlhf import runtime
 from qarl_openrlhf.quant.errors import QuantError
+from qarl_openrlhf.quant.model_config import read_config
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 ENGINES = ("auto", "vllm", "qarl")
@@ -21,14 +22,7 @@ MEMORY = {"cpu": 0.3, "cuda": 0.9}  # share of the device's memory; vLLM's own 0
 def scheme_of(directory: str) -> QuantScheme:
     """The scheme a directory (or hub model) was exported in, from its quantization_config; bf16 without one. QuantError without a
     config.json that can be read."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except Exception as error:  # no file, no JSON, values of the wrong kind, an unknown architecture: many classes
-        reason = (str(error).strip().splitlines() or [""])[0][:300]
-        raise QuantError(f"{directory} has no config.json that transformers reads: {type(error).__name__}: {reason}") from None
-    config = getattr(config, "quantization_config", None)
+    config = getattr(read_config(directory), "quantization_config", None)
     if not config:
         return QuantScheme.parse("bf16")
     config = config if isinstance(config, dict) else config.to_dict()

@@ -5,6 +5,8 @@ from bisect import bisect_right
 
 from vllm.outputs import RequestOutput
 
+from qarl_openrlhf.patches.replacing import original, replace
+
 
 class TokenVersions:
     """Stamps the tokens of one engine, in the order and with the times at which its core gave them out.
@@ -15,15 +17,17 @@ class TokenVersions:
     each batch of tokens with the core's ``time.monotonic()``, one clock for all processes of a host.
 
     Args:
-        processor: the engine's ``OutputProcessor``; its ``process_outputs`` is wrapped.
+        llm: vLLM's ``AsyncLLM``; its output processor's ``process_outputs`` is wrapped. PatchError names what a vLLM lacks of it.
     """
 
-    def __init__(self, processor):
+    def __init__(self, llm):
+        processor = original(llm, "output_processor")
         self._times: list[float] = []
         self._versions: list[int] = []
         self._stamps: dict[str, list[int]] = {}
-        self._processor, self._process = processor, processor.process_outputs
-        processor.process_outputs = self._stamped
+        original(processor, "request_states")
+        self._processor, self._process = processor, original(processor, "process_outputs")
+        replace(processor, "process_outputs", self._stamped)
 
     def begin(self, version: int) -> None:
         """Tokens given out from now on are ``version``'s. Called while generation is paused."""

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from qarl_openrlhf.data.files import atomic_file
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.engine.offline import engine_settings
+from qarl_openrlhf.files import atomic_file
 from qarl_openrlhf.preflight.hub import Wanted
 
 # our name -> (lm-eval's task, the metric that is the score, its few-shot examples (None: the task's own), its set on the hub)

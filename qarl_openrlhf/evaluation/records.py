@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qarl_openrlhf.data.files import atomic_file
-from qarl_openrlhf.data.lines import append_lines, read_objects
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.evaluation.items import Item, Settings
 from qarl_openrlhf.evaluation.scores import figure
+from qarl_openrlhf.files import atomic_file
+from qarl_openrlhf.lines import append_lines, read_objects
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The one place that chooses an implementation: torch reference on a CPU, Triton kernels and the library on a CUDA card.
 
-Learner and engine call these functions, so both always run the same arithmetic. Imports nothing of Ray, vLLM or
-OpenRLHF. ``packed`` is a :class:`qarl_openrlhf.quant.packing.PackedWeight`.
+The learner and engines on a CPU call these functions, and so run the same arithmetic; engines on GPUs multiply the same tensors with
+vLLM's own kernels. Imports nothing of Ray, vLLM or OpenRLHF. ``packed`` is a :class:`qarl_openrlhf.quant.packing.PackedWeight`.
 """
 
 from functools import cache

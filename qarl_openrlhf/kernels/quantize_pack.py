@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qarl_openrlhf.kernels import MAX_ROW
 from qarl_openrlhf.kernels.library import op
 from qarl_openrlhf.kernels.rounding import (
     MAGIC,
@@ -29,7 +30,6 @@ from qarl_openrlhf.kernels.rounding import (
 
 SHIFT = tl.constexpr(MAGIC.value + 8.0)
 SMALLEST = tl.constexpr(0.001953125)  # of e4m3's positive numbers: a stored group scale is never zero
-MAX_ROW = 32768
 SHIFT_WORD = tl.constexpr(sum(0x4B400000 << 4 * j for j in range(8)) % 2**32)
 
 

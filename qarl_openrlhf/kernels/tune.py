@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import triton
 
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.files import atomic_file
 from qarl_openrlhf.kernels.library import INTERPRETED
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,9 @@ two policies differ" is the mean of |delta_t|.
 
 import torch
 
+from qarl_openrlhf.objectives.base import LOG_RATIO_LIMIT
+
 POSITION_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-LOG_RATIO_LIMIT = 20.0
 
 
 def statistics(learner: torch.Tensor, sampler: torch.Tensor, action_mask: torch.Tensor) -> dict:

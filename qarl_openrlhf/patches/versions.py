@@ -17,7 +17,7 @@ SUPPORTED = {
 
 
 class PatchError(RuntimeError):
-    """A package that we patch is missing, has a version our patch was not written for, or lacks what the patch replaces."""
+    """A package that we patch is missing, has a version our patch was not written for, or lacks what the patch needs."""
 
 
 def require_version(package: str, supported: str | None = None) -> str:

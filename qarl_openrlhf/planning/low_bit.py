@@ -43,10 +43,6 @@ def _check_reference(args) -> None:
         raise ConfigError(
             f"{flag} with --ref.offload: DeepSpeed would move the weights, and NF4 weights are outside of it: use one of them"
         )
-    if args.ds.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"{flag} with --ds.tensor_parallel_size {args.ds.tensor_parallel_size}: NF4 weights are not split over GPUs: use 1"
-        )
     _require_package(flag)
     if experts := getattr(load_config(args).get_text_config(), "num_experts", 0):
         raise ConfigError(

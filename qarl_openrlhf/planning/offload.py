@@ -14,7 +14,7 @@ MOMENT_8BIT = (1, 4 / 256)  # bytes a weight of an 8-bit moment's two tensors: c
 
 def data_parallel(args) -> int:
     """Learners that each see other samples: what ZeRO shares states out over."""
-    return max(1, args.actor.num_nodes * args.actor.num_gpus_per_node // (args.ds.ring_attn_size * args.ds.tensor_parallel_size))
+    return args.actor.num_nodes * args.actor.num_gpus_per_node
 
 
 def eight_bits(args) -> bool:

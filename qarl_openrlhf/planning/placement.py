@@ -31,15 +31,15 @@ def check_placement(args) -> None:
             f"a rollout has {samples} samples (--rollout.batch_size x --rollout.n_samples_per_prompt), less than one optimizer step "
             f"of --train.batch_size {args.train.batch_size}: nothing would be trained; use --train.batch_size {samples} or less"
         )
-    copies = max(1, learner // (args.ds.ring_attn_size * args.ds.tensor_parallel_size))
-    if args.train.batch_size < copies:
+    if args.train.batch_size < learner:
         raise ConfigError(
-            f"--train.batch_size {args.train.batch_size} leaves some of {copies} learner GPUs without a sample: use a multiple of {copies}"
+            f"--train.batch_size {args.train.batch_size} leaves some of {learner} learner GPUs without a sample: use a multiple of {learner}"
         )
     micro = args.train.micro_batch_size
-    if not args.train.dynamic_batch_enable and args.train.batch_size % (copies * micro):
-        works = args.train.batch_size // (copies * micro) * copies * micro or copies * micro
+    at_once = learner * micro
+    if not args.train.dynamic_batch_enable and args.train.batch_size % at_once:
+        works = args.train.batch_size // at_once * at_once or at_once
         raise ConfigError(
             f"--train.batch_size {args.train.batch_size} does not divide into micro-batches of {micro} (--train.micro_batch_size) on "
-            f"{copies} learner GPUs, which DeepSpeed refuses: use {works}"
+            f"{learner} learner GPUs, which DeepSpeed refuses: use {works}"
         )

@@ -25,8 +25,6 @@ def with_positions(config: dict, max_positions: int | None, rope_theta: float | 
     """A copy of a config.json's content with the two values in place; ConfigError where they would mean something else."""
     config = dict(config)
     if max_positions is not None:
-        if max_positions < 1:
-            raise ConfigError(f"--model.max_positions {max_positions}: at least 1 position")
         config["max_position_embeddings"] = max_positions
     if rope_theta is None:
         return config

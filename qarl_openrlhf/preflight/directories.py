@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TextIO
 
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.data.files import nearest_existing, why_unwritable
+from qarl_openrlhf.files import nearest_existing, why_unwritable
 from qarl_openrlhf.planning.paths import quantized_directory
 from qarl_openrlhf.quant.errors import QuantError
 from qarl_openrlhf.quant.replace import check_target

@@ -10,7 +10,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qarl_openrlhf.data.files import let_umask_rule, scratch_directory
+from qarl_openrlhf.files import let_umask_rule, scratch_directory
 from qarl_openrlhf.quant import expert_names, finite
 from qarl_openrlhf.quant.convert import published_tensors
 from qarl_openrlhf.quant.replace import MARKER, check_target, put_in_place

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qarl_openrlhf.quant import expert_names
 from qarl_openrlhf.quant.convert import ConversionReport, convert_model, published_tensors
 from qarl_openrlhf.quant.errors import QuantError
 from qarl_openrlhf.quant.export import export_checkpoint
+from qarl_openrlhf.quant.model_config import first_line, read_config
 from qarl_openrlhf.quant.scheme import QuantScheme
 from qarl_openrlhf.quant.training_checkpoint import find_deepspeed, is_huggingface, read_deepspeed
 
@@ -31,7 +32,7 @@ def bf16_directory(source: str, out: str | Path, *, model: str | None = None, ta
         return source
     if model is None:
         raise QuantError(f"{source} is a DeepSpeed checkpoint, which has no config: name the model it was trained from with --model")
-    config = _config(model)
+    config = read_config(model)
     config.dtype = torch.bfloat16
     tensors = read_deepspeed(step)
     if config.tie_word_embeddings:
@@ -65,7 +66,7 @@ def load_learner(
     directory: str, scheme: QuantScheme, *, skip: tuple[str, ...] = (), tp: int = 1, cache: str = "packed"
 ) -> tuple[nn.Module, ConversionReport]:
     """The learner of a BF16 directory: the model that training would run, with its quantized forward. cache: see `convert_model`."""
-    config = _config(directory)
+    config = read_config(directory)
     if getattr(config, "quantization_config", None):
         raise QuantError(f"{directory} is quantized already; an export starts from BF16 weights (quantizing twice changes the codes)")
     model = _model(directory).eval()
@@ -112,13 +113,6 @@ def _is_path(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1
 
 
-def _config(directory: str):
-    try:
-        return AutoConfig.from_pretrained(directory)
-    except Exception as error:  # no file, no JSON, values of the wrong kind, an unknown architecture: many classes
-        raise QuantError(f"{directory} has no config.json that transformers reads: {_first_line(error)}") from None
-
-
 def _model(directory: str) -> nn.Module:
     """QuantError also for weights that are missing or of another shape: transformers would put random ones in their place."""
     try:
@@ -126,18 +120,13 @@ def _model(directory: str) -> nn.Module:
             directory, dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except Exception as error:  # no or cut-off safetensors, a config that makes no model: many classes
-        raise QuantError(f"{directory} cannot be loaded: {_first_line(error)}") from None
+        raise QuantError(f"{directory} cannot be loaded: {first_line(error)}") from None
     if missing := sorted(map(str, found["missing_keys"])):
         raise QuantError(f"{directory} lacks {len(missing)} weights of its model, one is {missing[0]}")
     if found["mismatched_keys"]:
         name, here, there = min(found["mismatched_keys"])
         raise QuantError(f"{directory}: {name} is {list(here)} in its files, {list(there)} by its config.json")
     return model
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
 
 
 def _generation_config(source: str) -> GenerationConfig | None:

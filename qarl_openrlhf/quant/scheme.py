@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from qarl_openrlhf.kernels import MAX_ROW
 from qarl_openrlhf.quant.errors import QuantError
 
 NAMES = ("bf16", "w4a16", "w8a8", "fp8", "w4a8")
@@ -28,9 +29,7 @@ _CHECKPOINT_FORMAT = {
 # which moves no group (whether heads divide by TP is the engine's own check).
 _ROW_PARALLEL = ("o_proj", "down_proj")
 _TP_SIZES = (1, 2, 4, 8, 16)
-# Of the learner's kernels on a card (kernels.quantize_pack, act_quant, w8a8_gemm); the references on a CPU take any.
-MAX_ROW = 32768
-MULTIPLE = 16
+MULTIPLE = 16  # like MAX_ROW of the learner's kernels on a card (quantize_pack, act_quant, w8a8_gemm); the references on a CPU take any
 
 
 def _known() -> str:

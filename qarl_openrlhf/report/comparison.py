@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.files import atomic_file
 from qarl_openrlhf.report.discover import Entry
 from qarl_openrlhf.report.plots import _any, _figure, _legend, _lines, _log_axis
 from qarl_openrlhf.report.runs import Run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qarl_openrlhf.data.lines import read_objects
+from qarl_openrlhf.lines import read_objects
 from qarl_openrlhf.metrics.records import HISTOGRAMS
 from qarl_openrlhf.report.branch import current_branch, with_steps
 from qarl_openrlhf.report.runs import Run

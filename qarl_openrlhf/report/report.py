@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.files import atomic_file
 from qarl_openrlhf.report import plots, table, token_plots
 from qarl_openrlhf.report.runs import ReportError, Run, load_run
 

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from qarl_openrlhf.data.lines import read_lines
+from qarl_openrlhf.lines import read_lines
 from qarl_openrlhf.report.branch import Branch, current_branch, step_of
 
 

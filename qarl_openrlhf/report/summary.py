@@ -6,7 +6,7 @@ import csv
 import math
 from pathlib import Path
 
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.files import atomic_file
 from qarl_openrlhf.metrics.writer import accuracies
 from qarl_openrlhf.report.collapse import collapse_reason, smoothed
 from qarl_openrlhf.report.discover import Entry

@@ -6,8 +6,8 @@ import html
 import math
 from pathlib import Path
 
-from qarl_openrlhf.data.files import atomic_file
-from qarl_openrlhf.data.lines import read_objects
+from qarl_openrlhf.files import atomic_file
+from qarl_openrlhf.lines import read_objects
 from qarl_openrlhf.metrics.error_tokens import LOW_PROBABILITY
 from qarl_openrlhf.metrics.records import TOKENS
 from qarl_openrlhf.metrics.token_records import EDGE_TOKENS

@@ -132,7 +132,7 @@ def test_a_target_that_is_gone_is_named(monkeypatch, apply, all_of_it, target):
     monkeypatch.delattr(owner, name)
     module = getattr(owner, "__module__", None) or owner.__name__
     for _ in range(2):  # and not passed over by the next call
-        with pytest.raises(PatchError, match=rf"{module}.* has no {name}, which qarl_openrlhf's patch replaces") as error:
+        with pytest.raises(PatchError, match=rf"{module}.* has no {name}, which qarl_openrlhf's patch needs") as error:
             apply()
     package = module.partition(".")[0]
     if package != "importlib":
@@ -191,6 +191,24 @@ def test_what_a_base_class_has_is_no_target():
         assert Owner.own == 2
         raise KeyError
     assert Owner.own == 1
+
+
+WRAPPED = [
+    *(("liveness", name) for name in ("errored", "engine_core", "engine_core.call_utility_async")),
+    *(("token_versions", name) for name in ("output_processor", "output_processor.request_states", "output_processor.process_outputs")),
+]
+
+
+@pytest.mark.parametrize("module, gone", WRAPPED)
+def test_what_an_engine_lacks_is_named(module, gone):
+    """engine/liveness.py and engine/token_versions.py wrap methods of vLLM's objects."""
+    module = pytest.importorskip(f"qarl_openrlhf.engine.{module}")
+    processor = N(request_states={}, process_outputs=None)
+    llm = N(errored=False, engine_core=N(call_utility_async=None), output_processor=processor)
+    owner, _, name = gone.rpartition(".")
+    delattr(getattr(llm, owner) if owner else llm, name)
+    with pytest.raises(PatchError, match=f"SimpleNamespace has no {name}, which"):
+        module.fail_when_dead(llm, RuntimeError) if hasattr(module, "fail_when_dead") else module.TokenVersions(llm)
 
 
 # Of objects that are made here, or of a model: no names that someone else's code reads.

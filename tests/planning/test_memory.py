@@ -94,7 +94,7 @@ def test_what_is_offloaded_is_counted_as_it_is_pinned():
     shape = ModelShape(**(counts | {"parameters": 3 * 10**9, "matrices": 25 * 10**8, "tensors": tensors}))
 
     def args(stage: int, stays: bool = False, sleeps: bool = False, gpus: int = 1) -> N:
-        ds = N(zero_stage=stage, adam_offload=not stays, enable_sleep=sleeps, ring_attn_size=1, tensor_parallel_size=1)
+        ds = N(zero_stage=stage, adam_offload=not stays, enable_sleep=sleeps)
         return N(ds=ds, actor=N(optim="muon", num_nodes=1, num_gpus_per_node=gpus))
 
     assert [offload.pinned(size) for size in (0, 1, 3, 4, 5)] == [0, 1, 4, 4, 8]
@@ -126,7 +126,7 @@ def test_too_little_main_memory_is_told_where_the_run_would_be(monkeypatch):
 def test_8_bit_moments_that_sleep_are_counted_as_such():
     counts = dict.fromkeys((field.name for field in dataclasses.fields(ModelShape)), 1)
     shape = ModelShape(**(counts | {"parameters": 2**30}))
-    ds = N(zero_stage=2, adam_offload=False, enable_sleep=True, ring_attn_size=1, tensor_parallel_size=1)
+    ds = N(zero_stage=2, adam_offload=False, enable_sleep=True)
     actor = N(optim="adam", num_nodes=1, num_gpus_per_node=1, adam=N(state_bits=8))
     floats, gradients, moments = 4 * 2**30, 2 * 2**30, 2 * (2**30 + 2**24)
     assert offload.offloaded(N(ds=ds, actor=actor), shape) == floats + gradients + moments
@@ -149,7 +149,7 @@ def apart(**changes) -> N:
     """An 8B on eight GPUs, four that learn and four that sample, by flags that the estimate reads."""
     args = N(
         quant=N(scheme="w4a16", cache="packed", kernel="auto"), sync=N(bucket_mb=256), data=N(max_len=4096), algo=N(kl=N(init_coef=0)),
-        ds=N(zero_stage=3, ring_attn_size=1, tensor_parallel_size=1, adam_offload=False, enable_sleep=False, overlap_comm=False),
+        ds=N(zero_stage=3, adam_offload=False, enable_sleep=False, overlap_comm=False),
         actor=N(num_nodes=1, num_gpus_per_node=4, optim="adam", gradient_checkpointing_enable=True, logprob_chunk=2048, adam=N(state_bits=32)),
         vllm=N(num_engines=4, tensor_parallel_size=1, gpu_memory_utilization=0.95, enable_sleep=False, engine_args="{}"),
         train=N(colocate_all=False, async_enable=False, dynamic_batch_enable=True, micro_batch_size=1, max_tokens_per_gpu=8192, enable_ema=False),

@@ -14,7 +14,7 @@ def arguments(**changes) -> N:
     args = N(
         actor=N(**group), ref=N(**group), vllm=N(num_engines=8, tensor_parallel_size=1),
         train=N(colocate_all=True, colocate_actor_ref=False, async_enable=False, batch_size=64, micro_batch_size=4, dynamic_batch_enable=False),
-        algo=N(kl=N(init_coef=0.0)), rollout=N(batch_size=16, n_samples_per_prompt=8), ds=N(ring_attn_size=1, tensor_parallel_size=1),
+        algo=N(kl=N(init_coef=0.0)), rollout=N(batch_size=16, n_samples_per_prompt=8),
     )  # fmt: skip
     for name, value in changes.items():
         *path, last = name.split("__")

@@ -162,7 +162,6 @@ def test_the_device_is_by_default_the_one_there_is(monkeypatch):
 
 def test_limits_are_those_of_the_kernels():
     quantize_pack = pytest.importorskip("qarl_openrlhf.kernels.quantize_pack")
-    assert scheme.MAX_ROW == quantize_pack.MAX_ROW
     quantize_pack.row_launch(scheme.MAX_ROW)
     with pytest.raises(ValueError, match="do not fit in registers"):
         quantize_pack.row_launch(scheme.MAX_ROW + 1)

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qarl_openrlhf.data import files
-from qarl_openrlhf.data.files import atomic_directory, atomic_file, let_umask_rule, scratch_directory
+from qarl_openrlhf import files
+from qarl_openrlhf.files import atomic_directory, atomic_file, let_umask_rule, scratch_directory
 
 SIZE = 200_000
 WRITE = """
 import sys
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.files import atomic_file
 for _ in range(100):
     with atomic_file(sys.argv[1]) as part:
         part.write_text(sys.argv[2] * 200_000)
@@ -77,7 +77,7 @@ def test_what_a_killed_writer_left_goes_after_a_day(tmp_path):
 
 HOLD = """
 import sys
-from qarl_openrlhf.data.files import scratch_directory
+from qarl_openrlhf.files import scratch_directory
 with scratch_directory(sys.argv[1], ".weights-") as made:
     print(made.name, flush=True)
     sys.stdin.read()

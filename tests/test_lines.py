@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from qarl_openrlhf.data.lines import append_lines, read_lines, read_objects, write_jsonl
 from qarl_openrlhf.evaluation.records import Records
+from qarl_openrlhf.lines import append_lines, read_lines, read_objects, write_jsonl
 from qarl_openrlhf.metrics.progress import _Tail
 from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.report.histograms import load_histograms

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from qarl_openrlhf.data.files import atomic_file
+from qarl_openrlhf.files import atomic_file
 
 
 def read_lines(path: str | os.PathLike) -> list[str]:
