@@ -82,30 +82,53 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
     return notes
 
 
+def trained_roles(args) -> list[str]:
+    """The models that a run trains, by the group of flags that each has: "actor", and "critic" where there is one."""
+    return ["actor", "critic"] if args.critic.model_name_or_path else ["actor"]
+
+
 def _check_rollout_batches(flat) -> None:
-    """Every learner process must get a micro-batch of each rollout (an assertion of OpenRLHF's, which names no flag)."""
-    responses = getattr(flat, "rollout.batch_size") * getattr(flat, "rollout.n_samples_per_prompt")
-    learners = getattr(flat, "actor.num_nodes") * getattr(flat, "actor.num_gpus_per_node")
-    micro = getattr(flat, "rollout.micro_batch_size")
-    how = f"--rollout.batch_size {getattr(flat, 'rollout.batch_size')} x --rollout.n_samples_per_prompt {getattr(flat, 'rollout.n_samples_per_prompt')}"
-    if responses // micro < learners:
-        if responses < learners:
-            raise ConfigError(f"{how} are fewer responses than there are learner processes ({learners}): sample more")
+    """Every process of a trained model must get a micro-batch of each rollout (an assertion of OpenRLHF's, which names no flag), and
+    all of a model's as many optimizer steps' worth."""
+    critic = getattr(flat, "algo.advantage.estimator") == "gae"  # OpenRLHF sets its path later
+    for role in ("actor", "critic") if critic else ("actor",):
+        _check_rollout_of(flat, role)
+    policy, values = (_processes(flat, role) for role in ("actor", "critic"))
+    if critic and getattr(flat, "train.dynamic_batch_enable") and policy % values:
         raise ConfigError(
-            f"{how} = {responses} responses in micro-batches of --rollout.micro_batch_size {micro} leave some of the {learners} learner "
-            f"processes without one: use --rollout.micro_batch_size {responses // learners} or less"
+            f"--train.dynamic_batch_enable deals a rollout out in {policy} parts, one a policy process, and those do not divide into {values} critic "
+            f"processes (--critic.num_nodes x --critic.num_gpus_per_node): use {' or '.join(str(n) for n in range(1, policy + 1) if policy % n == 0)}"
+        )
+
+
+def _processes(flat, role: str) -> int:
+    """Processes of a trained model, each of which gets samples of its own."""
+    return getattr(flat, f"{role}.num_nodes") * getattr(flat, f"{role}.num_gpus_per_node")
+
+
+def _check_rollout_of(flat, role: str) -> None:
+    responses = getattr(flat, "rollout.batch_size") * getattr(flat, "rollout.n_samples_per_prompt")
+    count, micro = _processes(flat, role), getattr(flat, "rollout.micro_batch_size")
+    how = f"--rollout.batch_size {getattr(flat, 'rollout.batch_size')} x --rollout.n_samples_per_prompt {getattr(flat, 'rollout.n_samples_per_prompt')}"
+    group = f"--{role}.num_nodes x --{role}.num_gpus_per_node"
+    if responses // micro < count:
+        if responses < count:
+            raise ConfigError(f"{how} are fewer responses than there are processes ({group}: {count}): sample more")
+        raise ConfigError(
+            f"{how} = {responses} responses in micro-batches of --rollout.micro_batch_size {micro} leave some of the {count} processes "
+            f"({group}) without one: use --rollout.micro_batch_size {responses // count} or less"
         )
     if getattr(flat, "train.dynamic_batch_enable"):  # dynamic batches are dealt out response by response
         return
-    shares = _shares(responses, micro, learners)
-    updates = [share // (getattr(flat, "train.batch_size") // learners) for share in shares] if learners <= getattr(flat, "train.batch_size") else []
+    shares = _shares(responses, micro, count)
+    updates = [share // (getattr(flat, "train.batch_size") // count) for share in shares] if count <= getattr(flat, "train.batch_size") else []
     if len(set(updates)) > 1:
-        fitting = [n for n in range(1, micro + 1) if len(set(_shares(responses, n, learners))) == 1]
-        works = f"use --rollout.micro_batch_size {fitting[-1]}" if fitting else f"sample a multiple of {learners} responses"
+        fitting = [n for n in range(1, micro + 1) if len(set(_shares(responses, n, count))) == 1]
+        works = f"use --rollout.micro_batch_size {fitting[-1]}" if fitting else f"sample a multiple of {count} responses"
         raise ConfigError(
-            f"{how} = {responses} responses in micro-batches of --rollout.micro_batch_size {micro} give the {learners} learner processes "
-            f"{' and '.join(map(str, dict.fromkeys(shares)))} responses, so that they would make {' and '.join(map(str, dict.fromkeys(updates)))} optimizer steps, "
-            f"and wait for each other for ever: {works}"
+            f"{how} = {responses} responses in micro-batches of --rollout.micro_batch_size {micro} give the {count} processes ({group}) "
+            f"{' and '.join(map(str, dict.fromkeys(shares)))} responses, which fill {' and '.join(map(str, dict.fromkeys(updates)))} optimizer steps; "
+            f"as all must make the same number, the rest would be dropped: {works}"
         )
 
 
@@ -270,15 +293,14 @@ def _check_schedulers(args) -> None:
     from transformers import SchedulerType
 
     known = [kind.value for kind in SchedulerType]
-    for role in ["actor", "critic"] if args.critic.model_name_or_path else ["actor"]:
+    for role in trained_roles(args):
         name = getattr(args, role).lr_scheduler
         if name not in known:
             raise ConfigError(f"--{role}.lr_scheduler {name} does not exist: there are {', '.join(known)}")
 
 
 def _check_muon(args, typed: set[str]) -> None:
-    roles = ["actor", "critic"] if args.critic.model_name_or_path else ["actor"]
-    for role in (role for role in roles if getattr(args, role).optim == "muon"):
+    for role in (role for role in trained_roles(args) if getattr(args, role).optim == "muon"):
         muon = getattr(args, role).muon
         if f"{role}.muon.lr" not in typed:
             raise ConfigError(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from qarl_openrlhf.actors.host_barrier import HostBarrier
 from qarl_openrlhf.actors.kept import global_kept, optimizer_steps
 from qarl_openrlhf.actors.loss import ObjectiveLoss, ObservedLoss
-from qarl_openrlhf.actors.micro_batches import to_device
+from qarl_openrlhf.actors.micro_batches import keep_whole_steps, to_device
 from qarl_openrlhf.metrics.accumulate import Sums
 from qarl_openrlhf.metrics.changed_codes import ChangedCodes
 from qarl_openrlhf.metrics.diagnostics import Diagnostics
@@ -132,13 +132,14 @@ class QarlActorTrainer(ActorPPOTrainer):
         return metrics if self.strategy.is_rank_0() else {}
 
     def _fixed_micro_batches(self) -> list[Experience]:
-        """The rollout's micro-batches, collated once, in training order; only whole optimizer steps.
-
-        A trailing part of an optimizer step is dropped with a message: its gradient would leak into the next rollout.
-        """
+        """The rollout's micro-batches, collated once, in training order; only whole optimizer steps."""
         dynamic = self.args.train.dynamic_batch_enable
         if dynamic:
             self.replay_buffer.setup_dynamic_batch(self.strategy)
+        else:
+            keep_whole_steps(self.replay_buffer, self.strategy, "policy")
+        if not len(self.replay_buffer):
+            return []
         loader = DataLoader(
             self.replay_buffer,
             batch_size=self.replay_buffer.sample_batch_size,
@@ -146,17 +147,7 @@ class QarlActorTrainer(ActorPPOTrainer):
             drop_last=True,
             collate_fn=self.replay_buffer.collate_fn,
         )
-        batches = [to_device(batch, self.device) for batch in loader]
-        if not dynamic:
-            whole = len(batches) - len(batches) % self.strategy.accumulated_gradient
-            if whole < len(batches):
-                self.strategy.print(
-                    f"dropping {len(batches) - whole} micro-batches that do not fill an optimizer step "
-                    f"({self.strategy.accumulated_gradient} micro-batches); make rollout.batch_size * "
-                    "rollout.n_samples_per_prompt a multiple of train.batch_size"
-                )
-            batches = batches[:whole]
-        return batches
+        return [to_device(batch, self.device) for batch in loader]
 
     def _set_old_log_probs(self, batch: Experience, sums: Sums) -> None:
         self.actor.train()

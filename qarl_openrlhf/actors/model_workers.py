@@ -10,6 +10,7 @@ import socket
 import torch
 from openrlhf.trainer.ray import launcher, ppo_critic
 
+from qarl_openrlhf.actors.micro_batches import keep_whole_steps
 from qarl_openrlhf.checkpoint.state import set_random_state
 from qarl_openrlhf.patches import liger
 from qarl_openrlhf.patches.rotary import restore_frequencies
@@ -41,12 +42,15 @@ class KeepsPort:
         super()._setup_distributed(strategy)
 
 
-def use_cores(args) -> None:
-    """Give the learner's arithmetic on the processor its cores; Ray sets one thread per requested CPU, and one for a fraction."""
+def use_cores(args, group) -> None:
+    """Give the learner's arithmetic on the processor its cores; Ray sets one thread per requested CPU, and one for a fraction.
+
+    group: ``args.actor`` or ``args.critic``, whichever this process is of.
+    """
     if not torch.cuda.is_available():  # learner and engine take turns, so each may use all cores
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", available_cpus())))
     elif args.ds.adam_offload and int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:
-        torch.set_num_threads(max(1, available_cpus() // args.actor.num_gpus_per_node))
+        torch.set_num_threads(max(1, available_cpus() // group.num_gpus_per_node))
 
 
 class ReferenceModelActor(KeepsPort, plain_class(launcher.ReferenceModelActor)):
@@ -72,11 +76,16 @@ class RewardModelActor(KeepsPort, plain_class(launcher.RewardModelActor)):
 
 class CriticModelActor(KeepsPort, plain_class(ppo_critic.CriticModelActor)):
     def init_model_from_pretrained(self, strategy, pretrain, max_steps):
-        use_cores(strategy.args)
+        use_cores(strategy.args, strategy.args.critic)
         super().init_model_from_pretrained(strategy, pretrain, max_steps)
 
     def fit(self) -> dict:
+        """OpenRLHF's, on whole optimizer steps; metrics of the training, none where the rollout has too few responses for a step."""
         resume_random_state(self.strategy)
+        if not self.strategy.args.train.dynamic_batch_enable:  # dynamic batches are whole steps
+            keep_whole_steps(self.trainer.replay_buffer, self.strategy, "critic")
+            if not self.trainer.replay_buffer.items:
+                return {}
         return super().fit()
 
 

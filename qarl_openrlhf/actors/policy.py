@@ -36,7 +36,7 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
     """``PolicyModelActor`` with a ``QuantActor`` and our trainer step."""
 
     def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None):
-        use_cores(strategy.args)
+        use_cores(strategy.args, strategy.args.actor)
         zero3_loading.apply()
         liger.keep_experts(strategy.args)
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)

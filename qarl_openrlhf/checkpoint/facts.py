@@ -3,7 +3,7 @@
 # Role is "actor" or "critic"; the words name what a user would change.
 FACTS = {
     "zero_stage": "--ds.zero_stage",
-    "world_size": "number of learner processes",
+    "world_size": "--{role}.num_nodes x --{role}.num_gpus_per_node",
     "scheme": "--quant.scheme",
     "optimizer": "--{role}.optim",
     "state_bits": "--{role}.adam.state_bits",

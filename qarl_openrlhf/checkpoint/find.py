@@ -51,8 +51,8 @@ def choose(path: str | Path, models: list[str], *, facts: dict, own: dict | None
     """The newest checkpoint under ``path`` that is whole for each of ``models`` ("_actor", "_critic").
 
     Args:
-        facts: {"zero_stage", "world_size"} of the run that wants to load it.
-        own: {model: more facts of this one, see ``facts.facts_of``}.
+        facts: what the run that wants to load it has for all of them, see ``facts.FACTS``.
+        own: {model: more facts of this one}.
         tag: this one and no other.
 
     Raises:

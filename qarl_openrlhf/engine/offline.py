@@ -13,37 +13,32 @@ from pathlib import Path
 from qarl_openrlhf import runtime
 from qarl_openrlhf.quant.errors import QuantError
 from qarl_openrlhf.quant.model_config import read_config
-from qarl_openrlhf.quant.scheme import QuantScheme
+from qarl_openrlhf.quant.scheme import GROUP_SIZES, NAMES, QuantScheme
 
 ENGINES = ("auto", "vllm", "qarl")
 MEMORY = {"cpu": 0.3, "cuda": 0.9}  # share of the device's memory; vLLM's own 0.92 of a CPU's is refused where anything else runs
 
 
 def scheme_of(directory: str) -> QuantScheme:
-    """The scheme a directory (or hub model) was exported in, from its quantization_config; bf16 without one. QuantError without a
-    config.json that can be read."""
+    """The scheme a directory (or hub model) was exported in, from its quantization_config; bf16 without one. QuantError where it is none
+    of ours, and without a config.json that can be read."""
     config = getattr(read_config(directory), "quantization_config", None)
     if not config:
         return QuantScheme.parse("bf16")
     config = config if isinstance(config, dict) else config.to_dict()
-    for name in ("w4a16:g128", "w4a16:g64", "w4a16:g32", "w8a8", "fp8"):  # w4a8 cannot be told from w4a16 but by activations
-        scheme = QuantScheme.parse(name)
-        ours = scheme.quantization_config([])["config_groups"]["group_0"]
-        theirs = (config.get("config_groups") or {}).get("group_0", {})
+    groups = config.get("config_groups") or {}
+    every = [QuantScheme(name, size) for name in NAMES if name != "bf16" for size in GROUP_SIZES.get(name, (None,))]
+    for scheme in every if len(groups) == 1 else ():  # a second group has other layers in another format
+        ours, theirs = scheme.quantization_config([])["config_groups"]["group_0"], groups.get("group_0") or {}
         if all(_same(theirs.get(part), ours[part]) for part in ("weights", "input_activations")):
             return scheme
-    return QuantScheme.parse("w4a8") if _activation_bits(config) == 8 else _unknown(directory, config)
+    return _unknown(directory, config)
 
 
 def _same(theirs: dict | None, ours: dict | None) -> bool:
-    keys = ("num_bits", "type", "strategy", "group_size", "symmetric")
+    """Whether two quantizations of weights or of activations make the same codes; both None: not quantized."""
+    keys = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic")
     return bool(theirs) == bool(ours) and (not ours or all((theirs.get(k) or None) == (ours.get(k) or None) for k in keys))
-
-
-def _activation_bits(config: dict) -> int | None:
-    group = (config.get("config_groups") or {}).get("group_0", {})
-    four = (group.get("weights") or {}).get("num_bits") == 4
-    return (group.get("input_activations") or {}).get("num_bits") if four else None
 
 
 def _unknown(directory: str, config: dict) -> QuantScheme:

@@ -155,19 +155,19 @@ def _eight_bit_weight(packed, copy: Tensor | None) -> tuple[Tensor, Tensor]:
     return copy, w4a8_channel(packed.weight_scale)
 
 
-_float_scales: dict[int, tuple] = {}  # id of a scale -> (weak reference to it, its float32 copy)
+_float_scales: dict[int, tuple] = {}  # id of a scale -> (weak reference to it, its version, its float32 copy)
 
 
 def _float_scale(scale: Tensor) -> Tensor:
-    """The scale in float32, as the products want it; converted once as long as the scale lives."""
-    if torch.compiler.is_compiling():
+    """The scale in float32, as the products want it; converted once as long as the scale lives and is not written to."""
+    if torch.compiler.is_compiling() or scale.is_inference():
         return scale.float()
     key = id(scale)
     held = _float_scales.get(key)
-    if held is None or held[0]() is not scale:
-        held = (weakref.ref(scale, lambda _: _float_scales.pop(key, None)), scale.float())
+    if held is None or held[0]() is not scale or held[1] != scale._version:
+        held = (weakref.ref(scale, lambda _: _float_scales.pop(key, None)), scale._version, scale.float())
         _float_scales[key] = held
-    return held[1]
+    return held[2]
 
 
 def _w4a16(x: Tensor, packed, copy: Tensor | None, bias: Tensor | None, m: int, n: int, k: int) -> Tensor:

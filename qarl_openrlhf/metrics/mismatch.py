@@ -8,8 +8,6 @@ import torch
 
 from qarl_openrlhf.objectives.base import LOG_RATIO_LIMIT
 
-POSITION_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
 
 def statistics(learner: torch.Tensor, sampler: torch.Tensor, action_mask: torch.Tensor) -> dict:
     """Sums for one micro-batch.
@@ -19,8 +17,8 @@ def statistics(learner: torch.Tensor, sampler: torch.Tensor, action_mask: torch.
 
     A sampler log-prob of -inf counts as a difference of +20. Metrics: ``mismatch/kl`` (k1 estimate of
     KL(sampler || learner)), ``k3``, ``abs_logp_mean``, ``abs_logp_max``, ``ratio_p01/p99`` (token ratios e^delta),
-    ``seq_ratio_min/max`` (e^mean delta), ``abs_logp_by_position/<n>`` for tokens up to position n of the response (the bucket
-    above the previous n), and ``policy/entropy_sampled`` (mean of -log pi_sampler, an unbiased entropy estimate).
+    ``seq_ratio_min/max`` (e^mean delta), ``abs_logp_by_position/<n>`` for tokens up to position n of the response (powers of two,
+    the bucket above the previous n), and ``policy/entropy_sampled`` (mean of -log pi_sampler, an unbiased entropy estimate).
     """
     mask = action_mask.bool()
     if not mask.numel():
@@ -36,13 +34,11 @@ def statistics(learner: torch.Tensor, sampler: torch.Tensor, action_mask: torch.
         "policy/entropy_sampled": (-torch.where(mask, sampler.float().clamp(min=-100), 0.0).sum(), tokens),
     }
     position = mask.long().cumsum(-1)
-    below = 0
-    for upper in POSITION_BUCKETS:
-        if below >= mask.shape[1]:
-            break
+    below, upper = 0, 1
+    while below < mask.shape[1]:
         here = mask & (position > below) & (position <= upper)
         ratios[f"mismatch/abs_logp_by_position/{upper}"] = (torch.where(here, magnitude, 0.0).sum(), here.sum())
-        below = upper
+        below, upper = upper, 2 * upper
     return {
         "ratios": ratios,
         "maxima": {

@@ -42,6 +42,7 @@ class Spec:
     """A surrogate function and how it is used; what ``@objective`` makes of it.
 
     ``on_policy``: the objective is meant for one optimizer step a rollout, and the trainer refuses anything else.
+    ``drops_by_ratio``: what its surrogate marks as ``outside`` depends on the current policy, not on the advantages alone.
     """
 
     function: Callable[..., Surrogate]
@@ -49,6 +50,7 @@ class Spec:
     mean: str
     is_weight: str
     on_policy: bool
+    drops_by_ratio: bool
 
     @property
     def name(self) -> str:
@@ -76,11 +78,12 @@ class Spec:
         return self.function(units, **hyperparameters)
 
 
-def objective(*, level: str, mean: str, is_weight: str, on_policy: bool = False) -> Callable[[Callable], Spec]:
+def objective(*, level: str, mean: str, is_weight: str, on_policy: bool = False, drops_by_ratio: bool = True) -> Callable[[Callable], Spec]:
     """Declare a surrogate: ``@objective(level="token", mean="tokens", is_weight="token")`` above its function.
 
     ``level``: its units are tokens or responses. ``mean``: over all tokens, or over responses (of token means, if the
-    units are tokens). ``is_weight``: the default mismatch weight.
+    units are tokens). ``is_weight``: the default mismatch weight. ``drops_by_ratio=False`` saves ``--objective.drop`` the
+    forwards that count what is ``outside``, where the current policy has no say in it.
     """
     if level not in LEVELS or mean not in MEANS or is_weight not in WEIGHTS:
         raise ObjectiveError(
@@ -88,7 +91,7 @@ def objective(*, level: str, mean: str, is_weight: str, on_policy: bool = False)
         )
     if level == "response" and mean == "tokens":
         raise ObjectiveError("an objective with level='response' has mean='responses'")
-    return lambda function: Spec(function, level, mean, is_weight, on_policy)
+    return lambda function: Spec(function, level, mean, is_weight, on_policy, drops_by_ratio)
 
 
 @dataclass(frozen=True)
@@ -189,9 +192,9 @@ class Objective:
 
     @cached_property
     def drops_by_ratio(self) -> bool:
-        """Whether what ``drop`` leaves depends on the current policy (a response outside its band), not on the mismatch alone."""
+        """Whether what ``drop`` leaves depends on the current policy (a response outside its band), not on mismatch and advantages alone."""
         zeros = torch.zeros(1, 1)
-        return self._evaluate(prepare(zeros, zeros, zeros, zeros, torch.ones(1, 1))).surrogate.outside is not None
+        return self.spec.drops_by_ratio and self._evaluate(prepare(zeros, zeros, zeros, zeros, torch.ones(1, 1))).surrogate.outside is not None
 
     @torch.enable_grad()
     def token_coefficients(self, log_probs, old_log_probs, rollout_log_probs, advantages, action_mask) -> Tensor:

@@ -11,7 +11,7 @@ from .base import Surrogate, Units
 from .objective import objective
 
 
-@objective(level="token", mean="tokens", is_weight="token")
+@objective(level="token", mean="tokens", is_weight="token", drops_by_ratio=False)
 def positive_grpo(units: Units, *, clip_ratio_high: ClipHigh = 0.2) -> Surrogate:
     """GRPO with TIS where A > 0, nothing elsewhere:
 

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from qarl_openrlhf.kernels.product import cpu_multiplies_bf16
 from qarl_openrlhf.optim.exchange import peak_bytes
 from qarl_openrlhf.planning.machine import machine_bytes
-from qarl_openrlhf.planning.memory import GIB, SAMPLED, ModelShape, gib, kv_bytes_per_token, micro_batch_tokens, packed_bytes
+from qarl_openrlhf.planning.memory import (
+    GIB,
+    SAMPLED,
+    ModelShape,
+    gib,
+    kv_bytes_per_token,
+    layer_activations,
+    micro_batch_tokens,
+    packed_bytes,
+)
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 REST = int(1.6 * GIB)  # driver, controller, Ray's own processes
@@ -59,8 +68,7 @@ def host_parts(args, shape: ModelShape) -> list[HostPart]:
     shorter = "a smaller --train.micro_batch_size or --data.max_len"
     if args.train.dynamic_batch_enable:
         shorter = "a smaller --train.max_tokens_per_gpu"
-    layer = 2 * tokens * (10 * shape.hidden + 3 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.mlp)
-    kept = layer * (2 if args.actor.gradient_checkpointing_enable else shape.layers)
+    kept = layer_activations(shape, tokens) * (2 if args.actor.gradient_checkpointing_enable else shape.layers)
     chunk = args.actor.logprob_chunk * ranks
     logits = LOGITS * (min(chunk, tokens) if chunk else tokens) * shape.vocabulary
     if chunk:  # lm_head's gradient, summed in float32, beside a chunk's

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.config import ConfigError, trained_roles
 from qarl_openrlhf.planning.positions import load_config
 
 INSTALL = "pip install --no-deps -r requirements/bitsandbytes.txt"
@@ -28,7 +28,7 @@ def check_low_bit(args) -> None:
     """ConfigError for combinations of --ref.load_in_4bit, --actor.adam.state_bits and --critic... that cannot run."""
     if args.ref.load_in_4bit:
         _check_reference(args)
-    for role in ["actor", "critic"] if args.critic.model_name_or_path else ["actor"]:
+    for role in trained_roles(args):
         if getattr(args, role).adam.state_bits == 8:
             _check_moments(args, role)
 

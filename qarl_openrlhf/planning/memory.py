@@ -291,11 +291,16 @@ def _stepped(args, shape: ModelShape) -> int:
     return max((2 * sum(weights[i:]) + 6 * weights[i] for i in range(len(weights))), default=0)
 
 
+def layer_activations(shape: ModelShape, tokens: int) -> int:
+    """Bytes that a layer's forward keeps of so many tokens, in BF16, on a GPU and on a CPU."""
+    attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    # residuals, norms (in float32, too), rotated q and k, attention output, gate, up, their product, the rows sorted by expert
+    return 2 * tokens * (10 * shape.hidden + 3 * attention + 4 * shape.mlp + 3 * shape.experts_hidden)
+
+
 def _activations(args, shape: ModelShape, tokens: int, logits: str, layers: str) -> list[Part]:
     """Activations of the layers and logits of one micro-batch, BF16, attention without a [T, T] matrix."""
-    attention = shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
-    # residuals, norms (in float32, too), rotated q and k, attention output, gate, up, their product
-    layer = 2 * tokens * (10 * shape.hidden + 3 * attention + 4 * shape.mlp + 3 * shape.experts_hidden)
+    layer = layer_activations(shape, tokens)
     checkpointing = args.actor.gradient_checkpointing_enable
     shorter = "--train.max_tokens_per_gpu" if args.train.dynamic_batch_enable else "--train.micro_batch_size"
     shorter = f"a smaller {shorter} or --data.max_len"

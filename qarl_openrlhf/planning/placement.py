@@ -1,6 +1,8 @@
 """GPUs and batches that add up: what OpenRLHF and DeepSpeed assert only once Ray runs."""
 
-from qarl_openrlhf.config import ConfigError
+import math
+
+from qarl_openrlhf.config import ConfigError, trained_roles
 
 
 def check_placement(args) -> None:
@@ -31,15 +33,25 @@ def check_placement(args) -> None:
             f"a rollout has {samples} samples (--rollout.batch_size x --rollout.n_samples_per_prompt), less than one optimizer step "
             f"of --train.batch_size {args.train.batch_size}: nothing would be trained; use --train.batch_size {samples} or less"
         )
-    if args.train.batch_size < learner:
+    if args.train.colocate_all and not args.train.colocate_critic_reward and "critic" in trained_roles(args) and gpus("critic") > learner:
         raise ConfigError(
-            f"--train.batch_size {args.train.batch_size} leaves some of {learner} learner GPUs without a sample: use a multiple of {learner}"
+            f"--train.colocate_all shares {learner} learner GPUs, which the critic's {gpus('critic')} processes do not fit on: set "
+            f"--critic.num_nodes and --critic.num_gpus_per_node to {args.actor.num_nodes} and {args.actor.num_gpus_per_node}"
         )
-    micro = args.train.micro_batch_size
-    at_once = learner * micro
-    if not args.train.dynamic_batch_enable and args.train.batch_size % at_once:
-        works = args.train.batch_size // at_once * at_once or at_once
+    copies = {role: gpus(role) for role in trained_roles(args)}
+    unit = math.lcm(*copies.values())  # what works is to work for all of them
+    for role, count in copies.items():
+        _check_batch(args, f"{count} GPUs (--{role}.num_nodes x --{role}.num_gpus_per_node)", count, unit)
+
+
+def _check_batch(args, group: str, copies: int, unit: int) -> None:
+    """ConfigError if the batch of an optimizer step does not divide among the ``copies`` of a trained model; ``unit``: what would."""
+    batch, micro = args.train.batch_size, args.train.micro_batch_size
+    if batch < copies:
+        raise ConfigError(f"--train.batch_size {batch} leaves some of {group} without a sample: use a multiple of {unit}")
+    if not args.train.dynamic_batch_enable and batch % (copies * micro):
+        works = batch // (unit * micro) * unit * micro or unit * micro
         raise ConfigError(
-            f"--train.batch_size {args.train.batch_size} does not divide into micro-batches of {micro} (--train.micro_batch_size) on "
-            f"{learner} learner GPUs, which DeepSpeed refuses: use {works}"
+            f"--train.batch_size {batch} does not divide into micro-batches of {micro} (--train.micro_batch_size) on {group}, "
+            f"which DeepSpeed refuses: use {works}"
         )

@@ -25,10 +25,9 @@ def choose_checkpoint(args) -> list[str]:
     models = ["_actor"]
     if args.critic.model_name_or_path and os.path.isdir(os.path.join(args.ckpt.path, "_critic")):
         models.append("_critic")
-    facts = {"zero_stage": args.ds.zero_stage, "world_size": args.actor.num_nodes * args.actor.num_gpus_per_node}
-    own = {model: facts_of(args, model.removeprefix("_"), _config(args, model.removeprefix("_"))) for model in models}
+    own = {model: _facts(args, model.removeprefix("_")) for model in models}
     try:
-        choice = choose(args.ckpt.path, models, facts=facts, own=own, tag=args.ckpt.load_tag)
+        choice = choose(args.ckpt.path, models, facts={"zero_stage": args.ds.zero_stage}, own=own, tag=args.ckpt.load_tag)
     except CheckpointError as error:
         raise ConfigError(f"--ckpt.load_enable: {error}") from None
     args.ckpt.load_tag = choice.tag
@@ -73,6 +72,12 @@ def how_to_resume(args) -> str:
     if saved := tags(directory):
         return f": the same command with --ckpt.load_enable goes on from checkpoint {directory / saved[0]}"
     return f": no checkpoint had been written to {args.ckpt.path} (--ckpt.save_steps N); the same command starts anew"
+
+
+def _facts(args, role: str) -> dict:
+    """What the run has of a model's facts; its processes are those of its own group."""
+    group = getattr(args, role)
+    return facts_of(args, role, _config(args, role)) | {"world_size": group.num_nodes * group.num_gpus_per_node}
 
 
 def _config(args, role: str):

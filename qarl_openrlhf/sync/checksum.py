@@ -44,10 +44,13 @@ def checksum(tensor: Tensor) -> int:
     return int(total.item()) % 2**64
 
 
-def digests(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> Callable[[], tuple[list[int], list[int]]]:
+def digests(
+    flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]], *, sums: bool = True
+) -> Callable[[], tuple[list[int], list[int]]]:
     """A call gives (checksums, numbers of NaN and infinite values) of the pieces (offset, nbytes, dtype) of a bucket.
 
-    flat: uint8 [nbytes]. On a GPU one kernel, started here, reads the bucket once; see :mod:`qarl_openrlhf.kernels.digest`.
+    flat: uint8 [nbytes]. sums: False where the checksums are not asked for; they are then 0 on a CPU, where each takes a pass of its own.
+    On a GPU one kernel, started here, reads the bucket once; see :mod:`qarl_openrlhf.kernels.digest`.
     """
     if flat.is_cuda:
         from qarl_openrlhf.kernels.digest import digest
@@ -55,7 +58,7 @@ def digests(flat: Tensor, entries: Sequence[tuple[int, int, torch.dtype]]) -> Ca
         return digest(flat, entries)
     pieces = [flat[offset : offset + nbytes] for offset, nbytes, _ in entries]
     return lambda: (
-        [checksum(piece) for piece in pieces],
+        [checksum(piece) if sums else 0 for piece in pieces],
         [
             non_finite(piece.view(dtype)) if dtype.is_floating_point else 0
             for piece, (_, _, dtype) in zip(pieces, entries, strict=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from qarl_openrlhf.actors.kept import global_kept, optimizer_steps
 from qarl_openrlhf.actors.loss import ObjectiveLoss
 from qarl_openrlhf.metrics.histograms import Histograms
-from qarl_openrlhf.objectives import build_objective
+from qarl_openrlhf.objectives import build_objective, list_objectives
 from tests.ranks import Ranks
 
 
@@ -48,7 +48,7 @@ def inputs(b):
     return (b.current, b.action_log_probs, b.rollout_log_probs, b.advantages, b.action_mask)
 
 
-@pytest.mark.parametrize("name, drops_by_ratio", [("tbpo", True), ("mis_gspo", True), ("mis_grpo", False), ("grpo_tis", False)])
+@pytest.mark.parametrize("name, drops_by_ratio", [("tbpo", True), ("mis_gspo", True), ("mis_grpo", False), ("grpo_tis", False), ("positive_grpo", False)])
 def test_micro_batches_add_up_to_the_loss_of_the_whole(name, drops_by_ratio):
     given = {"is_low": 0.97, "is_high": 1.03} if name.startswith("mis") else {}
     objective, whole = build_objective(name, drop=True, **given), batch()
@@ -107,3 +107,26 @@ def test_the_learner_counts_each_optimizer_step_before_its_first_backward(make_l
         assert {used for _, used in pairs} == {sum(kept for kept, _ in pairs) / accumulation}
     assert updates[0][0][1] == 8 / accumulation  # r = 1: all eight responses are kept
     assert updates[2][0][1] < 8 / accumulation, "the case drops nothing"
+
+
+@pytest.mark.parametrize("name", list_objectives())
+def test_an_objective_says_whether_the_current_policy_has_a_say_in_what_is_dropped(name):
+    """Against what each response on its own leaves, with advantages of both signs, as the policy moves far and near."""
+    objective = build_objective(name, drop=True)
+    old, mask = torch.full((1, 4), -10.0), torch.ones(1, 4)
+    moves = [sign * size for size in (0.0, 1e-4, 3e-4, 6e-4, 1e-2, 0.5, 9.0) for sign in (1, -1)]
+    kept = {a: {float(objective.count_kept(old + move, old, old, torch.tensor([a]), mask)) for move in moves} for a in (1.0, 0.0, -1.0)}
+    assert objective.drops_by_ratio == any(len(counts) > 1 for counts in kept.values())
+
+
+@pytest.mark.parametrize("name, more", [("tbpo", 4), ("positive_grpo", 0), ("mis_grpo", 0)])
+def test_one_more_forward_is_paid_for_a_drop_by_ratio_alone(make_learner, rollout, name, more):
+    learner = make_learner("llama", objective__name=name, objective__drop=True, rollout__batch_size=6)
+    learner.replay_buffer.clear()
+    for item in rollout(count=24):
+        learner.replay_buffer.append(item)
+    forwards = []
+    handle = learner.actor.register_forward_pre_hook(lambda *_: forwards.append(1))
+    learner.ppo_train(0.0)
+    handle.remove()
+    assert len(forwards) == 6 + 6 + more  # old log-probs, training; of the second and third update, two micro-batches each

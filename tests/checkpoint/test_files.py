@@ -92,7 +92,7 @@ def test_policy_and_critic_go_on_from_the_same_step(tmp_path):
 @pytest.mark.parametrize(("name", "value"), [("zero_stage", 3), ("world_size", 4)])
 def test_a_checkpoint_of_another_layout_is_refused_by_name(tmp_path, name, value):
     make(tmp_path / "_actor", "global_step1")
-    with pytest.raises(CheckpointError, match=rf"was written with .*{FACTS[name]}, this run has {value}"):
+    with pytest.raises(CheckpointError, match=rf"was written with --.* {FACTS[name]}, this run has {value}"):
         choose(tmp_path, ["_actor"], facts=FACTS | {name: value})
 
 
@@ -113,7 +113,7 @@ def arguments(path, model, **flags):
     """As a run has them, of its flags those that are looked at; a flag with "__" for "."."""
     values = {
         "actor.model_name_or_path": model, "actor.num_nodes": 1, "actor.num_gpus_per_node": 1, "actor.lr_scheduler": "cosine",
-        "critic.model_name_or_path": None, "ds.zero_stage": 2, "ds.lora.rank": 0, "quant.scheme": "w4a16", "train.seed": 0,
+        "critic.model_name_or_path": None, "critic.num_nodes": 1, "critic.num_gpus_per_node": 1, "ds.zero_stage": 2, "ds.lora.rank": 0, "quant.scheme": "w4a16", "train.seed": 0,
         "train.num_episodes": 1, "rollout.batch_size": 4, "rollout.stop": ["a"], "model.max_positions": None, "model.rope_theta": None,
         "ckpt.path": str(path), "ckpt.load_enable": True, "ckpt.load_tag": None, "ckpt.save_steps": 5, "metrics.dir": str(path / "run"),
         "logger.wandb.key": "secret",
@@ -135,7 +135,8 @@ def written_by(args, role="actor") -> dict:
     """What the strategy writes into a checkpoint of a run with these arguments."""
     from transformers import AutoConfig
 
-    own = facts_of(args, role, AutoConfig.from_pretrained(getattr(args, role).model_name_or_path))
+    group = getattr(args, role)
+    own = facts_of(args, role, AutoConfig.from_pretrained(group.model_name_or_path)) | {"world_size": group.num_nodes * group.num_gpus_per_node}
     return json.loads(json.dumps(FACTS | own | {"flags": deciding(dict(flatten(args)))}))
 
 
@@ -165,6 +166,8 @@ def test_before_the_run_starts(tmp_path, model):
         ({"actor__adam__state_bits": 8}, "--actor.adam.state_bits 32, this run has 8"),
         ({"ds__lora__rank": 8}, "--ds.lora.rank 0, this run has 8"),
         ({"ds__zero_stage": 3}, "--ds.zero_stage 2, this run has 3"),
+        ({"actor__num_gpus_per_node": 2}, "--actor.num_nodes x --actor.num_gpus_per_node 1, this run has 2"),
+        ({"critic__num_gpus_per_node": 2}, "--critic.num_nodes x --critic.num_gpus_per_node 1, this run has 2"),
         ({"critic__optim": "muon"}, "_critic.global_step1 was written with --critic.optim adam, this run has muon"),
     ],
 )
@@ -175,6 +178,20 @@ def test_what_a_checkpoint_cannot_be_loaded_with_is_refused_by_flag(tmp_path, mo
     assert choose_checkpoint(first) == [f"resuming from {tmp_path}/_actor/global_step1"]
     with pytest.raises(ConfigError, match=rf"--ckpt.load_enable: {tmp_path}/_.*was written with .*{message.removeprefix('_critic.global_step1 was written with ')}"):
         choose_checkpoint(arguments(tmp_path, model, critic__model_name_or_path=model, **flags))
+
+
+@pytest.mark.parametrize("sizes", [{"actor__num_gpus_per_node": 2}, {"critic__num_gpus_per_node": 4, "actor__num_nodes": 2}])
+def test_policy_and_critic_have_as_many_processes_each_as_before(tmp_path, model, sizes):
+    args = arguments(tmp_path, model, critic__model_name_or_path=model, **sizes)
+    for role in ("actor", "critic"):
+        make(tmp_path / f"_{role}", "global_step1", facts=written_by(args, role), size=10)
+    assert choose_checkpoint(args) == [f"resuming from {tmp_path}/_actor/global_step1"]
+    for role in ("actor", "critic"):
+        group = getattr(args, role)
+        had = group.num_nodes * group.num_gpus_per_node
+        more = {f"{role}__num_gpus_per_node": group.num_gpus_per_node * 2}
+        with pytest.raises(ConfigError, match=f"_{role}/global_step1 was written with --{role}.num_nodes x --{role}.num_gpus_per_node {had}, this run has {2 * had}"):
+            choose_checkpoint(arguments(tmp_path, model, critic__model_name_or_path=model, **sizes | more))
 
 
 def test_another_model_is_refused(tmp_path, model):

@@ -106,10 +106,43 @@ def test_stages_export_the_same_codes_and_log_what_they_do(base, checkpoints, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "q", "q2"]  # no scratch left
 
 
-@pytest.mark.parametrize("name", ["bf16", "w4a16:g32", "w4a16:g64", "w8a8", "fp8"])
-def test_the_scheme_of_an_export_is_read_back(base, tmp_path, name):
-    export.main([base, "--out", str(tmp_path / "out"), "--scheme", name])
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("wide"), "qwen2", hidden=256)
+
+
+@pytest.mark.parametrize("name", ["bf16", "w4a16:g32", "w4a16:g64", "w4a16", "w8a8", "fp8", "w4a8"])
+def test_the_scheme_of_an_export_is_read_back(wide, tmp_path, name):
+    export.main([wide, "--out", str(tmp_path / "out"), "--scheme", name])
     assert scheme_of(str(tmp_path / "out")) == QuantScheme.parse(name)
+
+
+@pytest.mark.parametrize("changes", [
+    {"input_activations": {"type": "int"}},  # W4A8 in integers
+    {"input_activations": {"strategy": "tensor", "dynamic": False}},
+    {"input_activations": {"dynamic": False}},
+    {"weights": {"symmetric": False}},
+    {"weights": {"group_size": 32}},
+    {"weights": {"strategy": "channel", "group_size": None}},
+    {"weights": {"num_bits": 8}},
+    {"weights": {"type": "float"}},
+])  # fmt: skip
+def test_a_checkpoint_of_another_format_is_not_named_as_one_of_ours(tmp_path, changes):
+    config = QuantScheme.parse("w4a8").quantization_config(["lm_head"])
+    path = Path(save_tiny_model(tmp_path / "model", "qwen2"), "config.json")
+    written = json.loads(path.read_text())
+
+    def read_back(config) -> QuantScheme:
+        path.write_text(json.dumps(written | {"quantization_config": config}))
+        return scheme_of(str(path.parent))
+
+    assert read_back(config) == QuantScheme.parse("w4a8")
+    two = config | {"config_groups": config["config_groups"] | {"group_1": config["config_groups"]["group_0"]}}
+    for part, values in changes.items():
+        config["config_groups"]["group_0"][part] |= values
+    for other in (config, two):
+        with pytest.raises(QuantError, match="is quantized in a way no scheme of ours has"):
+            read_back(other)
 
 
 def test_a_changed_byte_is_found(base, tmp_path):

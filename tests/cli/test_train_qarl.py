@@ -147,7 +147,7 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--vllm.engine_args", '{"expert_placement_strategy": "round_robin"}'], "enable_expert_parallel alone splits them in order"),
         (["--vllm.engine_args", '{"tensor_parallel_size": 2}'], "use --vllm.tensor_parallel_size"),
         (["--quant.scheme", "w4a16:g16"], "w4a16:g32"),
-        (["--rollout.batch_size", "1", "--rollout.n_samples_per_prompt", "8", "--rollout.micro_batch_size", "16"], "8 responses in micro-batches of --rollout.micro_batch_size 16 leave some of the 1 learner processes without one: use --rollout.micro_batch_size 8 or less"),
+        (["--rollout.batch_size", "1", "--rollout.n_samples_per_prompt", "8", "--rollout.micro_batch_size", "16"], "8 responses in micro-batches of --rollout.micro_batch_size 16 leave some of the 1 processes (--actor.num_nodes x --actor.num_gpus_per_node) without one: use --rollout.micro_batch_size 8 or less"),
         (["--quant.scheme", "fp8"], "no fp8 kernel for CPUs"),
         (["--quant.scheme", "w4a16", "--ds.param_dtype", "fp16"], "--ds.param_dtype fp16 is not supported: the engines' weights are BF16"),
         (["--quant.scheme", "w4a16:rollout", "--ds.param_dtype", "fp16"], "use bf16"),
@@ -167,11 +167,23 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--objective.name", "grpo_tis", "--actor.loss_agg_mode", "seq-mean-token-mean"], "drop --actor.loss_agg_mode "),
         (
             ["--actor.num_gpus_per_node", "2", "--rollout.batch_size", "12", "--rollout.n_samples_per_prompt", "8", "--rollout.micro_batch_size", "32", "--train.batch_size", "32"],
-            "give the 2 learner processes 64 and 32 responses, so that they would make 4 and 2 optimizer steps, and wait for each other for ever: use --rollout.micro_batch_size 24",
+            "give the 2 processes (--actor.num_nodes x --actor.num_gpus_per_node) 64 and 32 responses, which fill 4 and 2 optimizer steps; as all must make the same number, the rest would be dropped: use --rollout.micro_batch_size 24",
         ),
         (
             ["--actor.num_gpus_per_node", "4", "--rollout.batch_size", "20", "--rollout.n_samples_per_prompt", "8", "--rollout.micro_batch_size", "32", "--train.batch_size", "32"],
             "64 and 32 and 0 responses",
+        ),
+        (
+            ["--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "2", "--rollout.batch_size", "12", "--rollout.n_samples_per_prompt", "8", "--rollout.micro_batch_size", "32", "--train.batch_size", "32"],
+            "give the 2 processes (--critic.num_nodes x --critic.num_gpus_per_node) 64 and 32 responses",
+        ),
+        (
+            ["--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "4", "--rollout.batch_size", "12", "--rollout.n_samples_per_prompt", "8", "--rollout.micro_batch_size", "32"],
+            "leave some of the 4 processes (--critic.num_nodes x --critic.num_gpus_per_node) without one: use --rollout.micro_batch_size 24",
+        ),
+        (
+            ["--algo.advantage.estimator", "gae", "--actor.num_gpus_per_node", "4", "--critic.num_gpus_per_node", "3", "--train.dynamic_batch_enable"],
+            "in 4 parts, one a policy process, and those do not divide into 3 critic processes (--critic.num_nodes x --critic.num_gpus_per_node): use 1 or 2 or 4",
         ),
         (["--objective.name", "no_such"], "tbpo"),
         (["--objective.name", "tbpo", "--objective.is_cap", "-1"], "is_cap"),
@@ -198,6 +210,11 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
 )  # fmt: skip
 def test_wrong_combinations_are_refused_before_anything_starts(base, extra, message, capsys):
     assert message in refusal([*base, *extra], capsys)
+
+
+def test_a_critic_that_is_not_trained_has_no_say_in_the_batches(base):
+    sizes = ["--critic.num_gpus_per_node", "3", "--rollout.batch_size", "4", "--rollout.micro_batch_size", "16", "--train.batch_size", "32"]
+    train_qarl.resolve([*base, *sizes])
 
 
 def test_packing_without_flash_attn_takes_our_attention(base):

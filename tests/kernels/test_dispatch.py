@@ -41,6 +41,26 @@ def test_cards_without_fp8_are_refused_by_name():
     cuda.require("w8a8", (8, 0), "NVIDIA A100")
 
 
+def test_a_scale_is_converted_once_and_again_when_it_is_written_to():
+    pytest.importorskip("triton")
+    from qarl_openrlhf.kernels import cuda
+
+    scale = torch.rand(8, 1).bfloat16()
+    first = cuda._float_scale(scale)
+    assert first.dtype == torch.float32 and cuda._float_scale(scale) is first
+    scale.mul_(2)
+    assert torch.equal(cuda._float_scale(scale), scale.float())
+    assert cuda._float_scale(scale) is cuda._float_scale(scale)
+    with torch.inference_mode():
+        other = scale * 1
+        for _ in range(2):
+            assert torch.equal(cuda._float_scale(other), other.float())
+            other.mul_(2)
+    key = id(scale)
+    del scale
+    assert key not in cuda._float_scales
+
+
 def test_finite_check_names_the_layers():
     good, bad = torch.ones(4, 2).bfloat16(), torch.tensor([[1.0, float("nan")]]).bfloat16()
     require_finite({})

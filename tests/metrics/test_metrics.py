@@ -50,11 +50,14 @@ def test_mismatch_does_not_depend_on_the_split():
         assert parts[name] == pytest.approx(whole[name], rel=1e-5), name
 
 
-def test_mismatch_by_position_counts_every_token_once():
-    learner, sampler, mask = batch()
+@pytest.mark.parametrize("width", [1, 2, 40, 16384, 16385, 40000])
+def test_mismatch_by_position_counts_every_token_once(width):
+    learner, sampler, mask = batch(rows=2, width=width)
+    mask[1] = True
     ratios = mismatch.statistics(learner, sampler, mask)["ratios"]
-    counts = sum(int(n) for name, (_, n) in ratios.items() if "by_position" in name)
-    assert counts == int(mask.sum())
+    buckets = {int(name.rsplit("/")[-1]): int(n) for name, (_, n) in ratios.items() if "by_position" in name}
+    assert list(buckets) == [2**i for i in range(len(buckets))] and sum(buckets.values()) == width
+    assert max(buckets) >= width > max(buckets) // 2, "a bucket that no token can be in, or none for the last"
 
 
 def test_infinite_sampler_log_prob_is_a_difference_of_twenty_and_masked_nan_is_ignored():

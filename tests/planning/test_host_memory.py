@@ -3,17 +3,18 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.optim.exchange import peak_bytes
 from qarl_openrlhf.planning import host_memory, machine
 from qarl_openrlhf.planning.architecture import meta_model
-from qarl_openrlhf.planning.host_memory import GIB, host_parts, host_report
-from qarl_openrlhf.planning.memory import ModelShape, micro_batch_tokens
+from qarl_openrlhf.planning.host_memory import GIB, LOGITS, host_parts, host_report
+from qarl_openrlhf.planning.memory import ModelShape, estimate, layer_activations, micro_batch_tokens
 from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 from tests.e2e.conftest import argv, flags, prompts, tiny_model  # noqa: F401  fixtures
@@ -116,6 +117,25 @@ def test_codes_average_and_whole_matrices_are_counted(quickstart, monkeypatch):
     assert parts("bf16", ds__zero_stage=3)["moving average"] == (2 + 4) * p
     assert parts("bf16", actor__optim="muon")["whole matrices (Muon)"] == 2 * peak_bytes(shape.stacks, shape.matrices, 2)
     assert set(shape.stacks) == {(1, 576, 576), (1, 192, 576), (1, 1536, 576), (1, 576, 1536)}
+
+
+def test_rows_sorted_by_expert_are_counted_as_on_a_gpu(quickstart):
+    """Two of four experts a token: beside what a dense layer keeps, three sets of two rows of hidden features."""
+    config = Qwen3MoeConfig(
+        hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=128, vocab_size=1000,
+    )  # fmt: skip
+    shape, tokens = shape_of(quickstart, config), micro_batch_tokens(quickstart)
+
+    def activations(shape) -> int:
+        (held,) = [part.bytes for part in host_parts(quickstart, shape) if part.name == "activations, logits"]
+        return held
+
+    assert shape.experts_hidden == 2 * 256 and not quickstart.actor.gradient_checkpointing_enable
+    assert activations(shape) - activations(replace(shape, experts_hidden=0)) == 3 * 2 * tokens * 3 * 2 * 256
+    logits = LOGITS * tokens * 1000
+    on_a_gpu = {part.name: part.bytes for part in estimate(quickstart, shape)[0].parts}["activations"]
+    assert (activations(shape) - logits) / 3 == on_a_gpu / 4 == layer_activations(shape, tokens)  # there with a layer at work
 
 
 def test_a_machine_too_small_is_named_with_what_would_help(quickstart):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from qarl_openrlhf.sync import checksum
 from qarl_openrlhf.sync.errors import ManifestError
 from qarl_openrlhf.sync.manifest import Bucket, pack_buckets
 
@@ -49,11 +50,20 @@ def test_one_flipped_bit_names_the_tensor():
         bucket.verify(flat)
 
 
-def test_verification_off_means_no_checksums():
+def test_verification_off_means_no_checksums(monkeypatch):
+    """Neither made nor compared; a NaN is still found."""
     [(bucket, flat)] = pack_buckets(tensors().items(), version=1, bucket_bytes=10**6, with_checksums=False)
     flat[bucket.entries[3].offset] ^= 1
     assert all(entry.checksum is None for entry in bucket.entries)
+    made = []
+    monkeypatch.setattr(checksum, "checksum", lambda piece: made.append(piece) or 0)
     bucket.verify(flat)
+    assert not made
+    for name in ("layers.0.weight_scale", "layers.2.weight", "norm.weight"):
+        broken = flat.clone()
+        bucket.views(broken)[name].view(-1)[1] = torch.nan
+        with pytest.raises(ManifestError, match=f"tensor {name} has 1 NaN or infinite values"):
+            bucket.verify(broken)
 
 
 def test_a_name_twice_is_refused():
