@@ -113,7 +113,8 @@ def arguments(path, model, **flags):
     """As a run has them, of its flags those that are looked at; a flag with "__" for "."."""
     values = {
         "actor.model_name_or_path": model, "actor.num_nodes": 1, "actor.num_gpus_per_node": 1, "actor.lr_scheduler": "cosine",
-        "critic.model_name_or_path": None, "critic.num_nodes": 1, "critic.num_gpus_per_node": 1, "ds.zero_stage": 2, "ds.lora.rank": 0, "quant.scheme": "w4a16", "train.seed": 0,
+        "critic.model_name_or_path": None, "critic.num_nodes": 1, "critic.num_gpus_per_node": 1,
+        "ds.zero_stage": 2, "ds.lora.rank": 0, "quant.scheme": "w4a16", "train.seed": 0,
         "train.num_episodes": 1, "rollout.batch_size": 4, "rollout.stop": ["a"], "model.max_positions": None, "model.rope_theta": None,
         "ckpt.path": str(path), "ckpt.load_enable": True, "ckpt.load_tag": None, "ckpt.save_steps": 5, "metrics.dir": str(path / "run"),
         "logger.wandb.key": "secret",
@@ -190,7 +191,8 @@ def test_policy_and_critic_have_as_many_processes_each_as_before(tmp_path, model
         group = getattr(args, role)
         had = group.num_nodes * group.num_gpus_per_node
         more = {f"{role}__num_gpus_per_node": group.num_gpus_per_node * 2}
-        with pytest.raises(ConfigError, match=f"_{role}/global_step1 was written with --{role}.num_nodes x --{role}.num_gpus_per_node {had}, this run has {2 * had}"):
+        flags = f"--{role}.num_nodes x --{role}.num_gpus_per_node"
+        with pytest.raises(ConfigError, match=f"_{role}/global_step1 was written with {flags} {had}, this run has {2 * had}"):
             choose_checkpoint(arguments(tmp_path, model, critic__model_name_or_path=model, **sizes | more))
 
 

@@ -13,7 +13,8 @@ def arguments(**changes) -> N:
     group = {"num_nodes": 1, "num_gpus_per_node": 8}
     args = N(
         actor=N(**group), ref=N(**group), critic=N(**group, model_name_or_path=None), vllm=N(num_engines=8, tensor_parallel_size=1),
-        train=N(colocate_all=True, colocate_actor_ref=False, colocate_critic_reward=False, async_enable=False, batch_size=64, micro_batch_size=4, dynamic_batch_enable=False),
+        train=N(colocate_all=True, colocate_actor_ref=False, colocate_critic_reward=False, async_enable=False,
+            batch_size=64, micro_batch_size=4, dynamic_batch_enable=False),
         algo=N(kl=N(init_coef=0.0)), rollout=N(batch_size=16, n_samples_per_prompt=8),
     )  # fmt: skip
     for name, value in changes.items():
