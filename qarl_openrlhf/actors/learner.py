@@ -1,7 +1,6 @@
 """One rollout's worth of training: old log-probs in the training layout, the updates, the packed publish."""
 
 import time
-from collections.abc import Iterator
 
 import ray
 import torch
@@ -11,20 +10,16 @@ from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.utils.loss_utils import iter_grad_accum_global_norm
 from torch.utils.data import DataLoader
 
-from qarl_openrlhf.actors.host_barrier import HostBarrier
 from qarl_openrlhf.actors.kept import global_kept, optimizer_steps
 from qarl_openrlhf.actors.loss import ObjectiveLoss, ObservedLoss
 from qarl_openrlhf.actors.micro_batches import keep_whole_steps, to_device
+from qarl_openrlhf.actors.publishing import Publishing
 from qarl_openrlhf.metrics.accumulate import Sums
-from qarl_openrlhf.metrics.changed_codes import ChangedCodes
 from qarl_openrlhf.metrics.diagnostics import Diagnostics
 from qarl_openrlhf.metrics.kernels import KernelReport
 from qarl_openrlhf.metrics.start_policy import MAX_RESPONSES, SHARE, StartPolicy
 from qarl_openrlhf.objectives import band_warning, build_objective, metrics_from_sums
-from qarl_openrlhf.quant.convert import published_tensors
 from qarl_openrlhf.quant.ungathered import ungathered
-from qarl_openrlhf.sync.gather import TimedGather
-from qarl_openrlhf.sync.probe import LogprobProbe
 
 
 IN_BAND = ("objective/in_band_frac", "objective/in_band_frac_pos", "objective/in_band_frac_neg")
@@ -51,34 +46,9 @@ class QarlActorTrainer(ActorPPOTrainer):
         self.diagnostics = Diagnostics(self.device, self.tokenizer)
         self.start_policy = StartPolicy.load(self.args.metrics.dir) if self.args.ckpt.load_enable else None
         self.start_policy_saved = self.start_policy is not None
-        self.version = 0
-        self.gather = TimedGather()
         self.publish_metrics: dict = {}
-        self.changed_codes = ChangedCodes()
         self.kernel_report = KernelReport(self.args.quant.kernel)
-        self.publisher = self.probe = None
-        self.probed = False
-        self.barrier = HostBarrier()
-        if self.vllm_engines:
-            sync = self.args.sync
-            if dist.get_rank() == 0:
-                from qarl_openrlhf.sync.publisher import Publisher
-
-                self.publisher = Publisher(
-                    self.vllm_engines,
-                    transport=sync.transport,
-                    device=self.device,
-                    bucket_mb=sync.bucket_mb,
-                    timeout_s=sync.timeout_s,
-                    verify=sync.verify,
-                )
-            self.probe = LogprobProbe(
-                self.tokenizer,
-                max_tokens=self.args.data.max_len - 1,
-                tolerance=sync.probe_tol,
-                timeout_s=sync.timeout_s,
-                barrier=self.barrier if self.args.vllm.enable_sleep else None,
-            )
+        self.publishing = Publishing(self.args, self.actor, self.vllm_engines, self.tokenizer, self.device)
 
     def _init_vllm_sync_group(self, backend: str) -> None:
         """OpenRLHF's broadcast group is not used: the publisher makes its own."""
@@ -152,7 +122,7 @@ class QarlActorTrainer(ActorPPOTrainer):
     def _set_old_log_probs(self, batch: Experience, sums: Sums) -> None:
         self.actor.train()
         batch.action_log_probs = self._log_probs(batch)
-        self.diagnostics.sampled(batch, sums, self.version)
+        self.diagnostics.sampled(batch, sums, self.publishing.version)
 
     @torch.no_grad()
     def _log_probs(self, batch: Experience) -> torch.Tensor:
@@ -232,7 +202,7 @@ class QarlActorTrainer(ActorPPOTrainer):
     def _remember_start_policy(self) -> None:
         """Keep a few responses of the start policy, before the first update ever (not after a resume)."""
         # At another temperature the sampler's log-probs are not those that an engine gives a prompt.
-        if self.start_policy or self.publisher is None or self.actor.model.global_steps or self.args.rollout.temperature != 1:
+        if self.start_policy or self.publishing.publisher is None or self.actor.model.global_steps or self.args.rollout.temperature != 1:
             return
         items = self.replay_buffer.items
         if items and items[0].rollout_log_probs is not None:
@@ -245,7 +215,7 @@ class QarlActorTrainer(ActorPPOTrainer):
     def _start_kl(self) -> dict:
         """KL(start policy || what was just published) by the first engine's log-probs of the kept responses."""
         # After a resume every rank has them, and only the sender knows that the publish has ended.
-        if self.publisher is None or not self.start_policy or not self.start_policy.responses:
+        if self.publishing.publisher is None or not self.start_policy or not self.start_policy.responses:
             return {}
         started = time.perf_counter()
         ids = [response["ids"] for response in self.start_policy.responses]
@@ -254,46 +224,9 @@ class QarlActorTrainer(ActorPPOTrainer):
 
     # ---- publishing ---------------------------------------------------------------------------------------------------
 
-    def published_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the engines get, in checkpoint names. Every rank must exhaust it: ZeRO-3 gathers layer by layer."""
-        gather = self.gather if self.args.ds.zero_stage == 3 else None
-        return published_tensors(self.actor.network, self.actor.scheme, gather=gather)
-
     def broadcast_to_vllm(self) -> None:
-        """Publish the current weights to every engine, verify, probe. Errors name engine and tensor."""
-        started = time.perf_counter()
-        self.version += 1
-        self.gather.seconds = 0.0
-        cache = self.actor.quant_cache
-        quantize_before = cache.stats.seconds
-        tensors = self.published_tensors()
-        metrics = {}
-        if self.publisher is not None:
-            metrics = self.publisher.publish(self.changed_codes.watch(tensors), self.version)
-            metrics |= self.changed_codes.metrics()
-        else:
-            for _ in tensors:
-                pass
-        metrics["sync/quantise_ms"] = (cache.stats.seconds - quantize_before) * 1e3
-        metrics["sync/gather_ms"] = self.gather.seconds * 1e3
-        if not self.probed or self.version % self.args.sync.probe_every == 0:  # the first of this process, also after a resume
-            self.probed = True
-            metrics |= self._probe()
-            metrics |= self._start_kl()
-        if self.args.vllm.enable_sleep and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # of every rank, before anything of the engines' is woken
-        self.barrier()
-        metrics["timing/publish"] = time.perf_counter() - started
+        metrics = self.publishing.publish(self._start_kl)
         self.publish_metrics = metrics if self.strategy.is_rank_0() else {}
-
-    def _probe(self) -> dict:
-        """Engines go READY before they are probed, and go on with what a push had frozen: where the probe fails they are stopped."""
-        try:
-            return self.probe.run(self.actor, self.vllm_engines, self.version, is_sender=self.publisher is not None)
-        except Exception as error:
-            if self.publisher is not None:
-                self.publisher.abandon(f"version {self.version}: {error}")
-            raise
 
 
 def _token_sum(mean: torch.Tensor, counts: dict) -> torch.Tensor:

@@ -10,7 +10,7 @@ from qarl_openrlhf.actors.learner import QarlActorTrainer
 from qarl_openrlhf.actors.model_workers import KeepsPort, plain_class, resume_random_state, use_cores
 from qarl_openrlhf.patches import liger, zero3_loading
 from qarl_openrlhf.planning.paths import quantized_directory
-from qarl_openrlhf.quant.convert import convert_model, published_tensors
+from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.export import export_checkpoint
 
 # ``PolicyModelActor.init_model_from_pretrained`` looks the trainer class up in its module.
@@ -42,8 +42,8 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
         if strategy.loaded_state:
             # The publish before the next rollout repeats the one of the checkpoint's weights.
-            self.trainer.version = strategy.loaded_state["version"] - 1
-            self.trainer.changed_codes.first = strategy.loaded_state["first_codes"]
+            self.trainer.publishing.version = strategy.loaded_state["version"] - 1
+            self.trainer.publishing.changed_codes.first = strategy.loaded_state["first_codes"]
         if strategy.loaded_state is not None and self.ema_model is not None:
             moving_average.resume(self.ema_model, self.actor, strategy.loaded_state)
 
@@ -64,8 +64,8 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
         return status
 
     def save_checkpoint(self, tag, client_states=None, metric_value=None, metric_key=None) -> None:
-        first_codes = self.trainer.changed_codes.first  # half a byte a weight, on a CPU only
-        self.strategy.rank_state = {"version": self.trainer.version, "first_codes": first_codes}
+        first_codes = self.trainer.publishing.changed_codes.first  # half a byte a weight, on a CPU only
+        self.strategy.rank_state = {"version": self.trainer.publishing.version, "first_codes": first_codes}
         if self.ema_model is not None:
             self.strategy.rank_state["ema_float32"] = moving_average.parts(self.ema_model)  # on a GPU: torch.save copies one at a time
             if self.save_hf_ckpt:
@@ -93,7 +93,7 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
 
     def export_quantized(self, directory: str) -> None:
         """Write the saved weights, quantized, as a checkpoint that ``vllm serve`` loads. All ranks call it (ZeRO-3 gathers)."""
-        tensors = self.trainer.published_tensors() if self.ema_model is None else self._averaged_tensors()
+        tensors = self.trainer.publishing.tensors() if self.ema_model is None else self._averaged_tensors()
         if self.strategy.is_rank_0():
             network = self.actor.network
             given = getattr(network, "generation_config", None)
@@ -108,5 +108,4 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
         network = getattr(self.ema_model.model, "module", self.ema_model.model)
         if not hasattr(network, "quant_cache"):
             convert_model(network, self.actor.scheme, cache="none")
-        gather = self.trainer.gather if self.strategy.args.ds.zero_stage == 3 else None
-        return published_tensors(network, self.actor.scheme, gather=gather)
+        return self.trainer.publishing.tensors(network)

@@ -228,7 +228,7 @@ class StepLearner:
         buffer.clear()
         for experience in self.rollout(prompt, lengths, torch.distributed.get_rank()):
             buffer.append(experience)
-        for _ in self.trainer.published_tensors():
+        for _ in self.trainer.publishing.tensors():
             pass
         if self.device.type == "cuda":
             torch.cuda.synchronize()

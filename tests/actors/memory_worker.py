@@ -52,7 +52,7 @@ def measure(learner, items, world: int, before: dict) -> dict[str, int]:
     learner.strategy.optimizer_step = watched
     learner.ppo_train(0.0)
     learner.replay_buffer.clear()
-    for published in learner.published_tensors():
+    for published in learner.publishing.tensors():
         del published
     at["published"] = live()
     return at

@@ -30,7 +30,7 @@ def save(learner, directory, tag, keep=2):
 
 
 def weights(learner):
-    return {name: tensor.clone() for name, tensor in learner.published_tensors()}
+    return {name: tensor.clone() for name, tensor in learner.publishing.tensors()}
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -100,7 +100,7 @@ def test_weights_are_quantized_once_an_optimizer_step(make_learner, rollout, cac
     fill(learner, rollout())
     before = stats.quantize_calls
     learner.ppo_train(0.0)
-    for _ in learner.published_tensors():
+    for _ in learner.publishing.tensors():
         pass
     made = stats.quantize_calls - before
     if cache == "none":
@@ -120,7 +120,7 @@ def test_cache_modes_publish_the_same_bytes(make_learner, rollout):
         fill(learner, rollout())
         torch.manual_seed(7)
         learner.ppo_train(0.0)
-        published.append(dict(learner.published_tensors()))
+        published.append(dict(learner.publishing.tensors()))
     for other in published[1:]:
         assert published[0].keys() == other.keys()
         for name, tensor in published[0].items():
@@ -219,8 +219,8 @@ def test_a_share_of_nothing_is_left_out(make_learner, rollout):
 def test_the_first_publish_of_a_process_is_probed(make_learner):
     learner = make_learner("llama", sync__probe_every=5)
     probed = []
-    learner.probe = SimpleNamespace(run=lambda actor, engines, version, is_sender: probed.append(version) or {})
-    learner.version = 6  # resumed
+    learner.publishing.probe = SimpleNamespace(run=lambda actor, engines, version, is_sender: probed.append(version) or {})
+    learner.publishing.version = 6  # resumed
     for _ in range(5):
         learner.broadcast_to_vllm()
     assert probed == [7, 10]

@@ -23,7 +23,7 @@ def test_a_nan_in_a_master_weight_names_the_layer(make_learner, rollout, zero):
     learner.ppo_train(0.0)  # one optimizer step: its forward still had the old parameter
     sent = []
     with pytest.raises(QuantError, match=r"model\.layers\.1\.mlp\.down_proj: 1 of 32768 weights are NaN or infinite"):
-        for name, _ in learner.published_tensors():
+        for name, _ in learner.publishing.tensors():
             sent.append(name)
     assert not any(name.startswith("model.layers.1.mlp.down_proj") for name in sent)
     assert torch.isfinite(safe_get_full_fp32_param(learner.actor.network.model.layers[0].mlp.down_proj.weight)).all()
@@ -47,14 +47,14 @@ class Engines:
 def test_a_probe_that_fails_stops_the_engines(make_learner, error):
     """They are READY by then, and asynchronous rollouts would go on."""
     learner = make_learner("llama")
-    learner.publisher = Engines()
+    learner.publishing.publisher = Engines()
 
     def run(*args, **kwargs):
         raise error
 
-    learner.probe = SimpleNamespace(run=run)
+    learner.publishing.probe = SimpleNamespace(run=run)
     with pytest.raises(type(error), match=str(error)):
         learner.broadcast_to_vllm()
-    (published, version, count), abandoned = learner.publisher.told
+    (published, version, count), abandoned = learner.publishing.publisher.told
     assert published == "published" and count > 14
     assert abandoned == ("abandoned", f"version {version}: {error}")
