@@ -56,7 +56,10 @@ class QarlSamplesGenerator(SamplesGenerator):
         return sorted(experiences, key=lambda experience: experience.slot), *rest
 
     def _process_response_into_experience(self, response: dict, **kwargs):
-        experience = super()._process_response_into_experience(response, **kwargs)
+        # OpenRLHF's ``info`` must have the same keys in every response, and what a reward logs need not.
+        logs = response.get("extra_logs") or {}
+        experience = super()._process_response_into_experience(response | {"extra_logs": {}}, **kwargs)
+        experience.extra_logs = {name: float(torch.as_tensor(value).flatten()[0]) for name, value in logs.items()}
         experience.slot = response["slot"]
         tokens = experience.sequences.shape[1]
         versions = response.get("weight_versions") or [-1] * tokens
@@ -96,6 +99,15 @@ class QarlSamplesGenerator(SamplesGenerator):
     def resume(self, state: dict) -> None:
         """Go on as the generator whose :meth:`rollout_state` this is. OpenRLHF loads the position in the prompts by itself."""
         self.resumed = state
+
+
+def mean_logs(samples: list) -> dict[str, float]:
+    """The mean of each of the rewards' ``extra_logs``, over the responses that have it; NaN where one of those is."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in getattr(sample, "extra_logs", {}).items():  # an older version's checkpoint may hold samples without
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 _dispatches: Callable[[], int] = count().__next__

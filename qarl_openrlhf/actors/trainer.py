@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import set_seed
 
 from qarl_openrlhf.actors.model_workers import plain_class
-from qarl_openrlhf.actors.samples import QarlSamplesGenerator
+from qarl_openrlhf.actors.samples import QarlSamplesGenerator, mean_logs
 from qarl_openrlhf.metrics.band_length import band_scale_line
 from qarl_openrlhf.metrics.changed_codes import still_line
 from qarl_openrlhf.metrics.records import write_records
@@ -83,7 +83,7 @@ class ReportingTrainer:
                 self.metrics_writer.note(line)
         status, next_step = super().train_step(rollout_samples, global_step)
         write_records(self.args.metrics.dir, next_step, ray.get(self.actor_model_group.async_run_method("take_record"))[0])
-        status |= self.sync_metrics
+        status = mean_logs(rollout_samples) | status | self.sync_metrics  # what we and OpenRLHF measure keeps its names
         status["rollout/tokens"] = float(sum(int(sample.action_mask.sum()) for sample in rollout_samples))
         if (mixed := mixed_group_fraction(rollout_samples, self.args.rollout.n_samples_per_prompt)) is not None:
             status["rollout/mixed_group_frac"] = mixed
