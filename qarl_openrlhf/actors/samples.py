@@ -23,6 +23,7 @@ class QarlSamplesGenerator(SamplesGenerator):
     prompts_sent = 0  # for training; numbers them over the whole run
     evaluating = False
     generated = 0  # calls of the engines
+    since = 0  # prompts sampled from for training, after the last whose group passed --algo.dynamic_filtering_enable
 
     def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str], **kwargs) -> list:
         if self.shared is None:
@@ -51,7 +52,10 @@ class QarlSamplesGenerator(SamplesGenerator):
 
     def _generate_vllm(self, *args, **kwargs):
         self.generated += 1
+        before = self.prompts_sent
         experiences, *rest = super()._generate_vllm(*args, **kwargs)
+        if not self.evaluating:
+            self.since = 0 if experiences else self.since + self.prompts_sent - before
         # OpenRLHF collects them as they come.
         return sorted(experiences, key=lambda experience: experience.slot), *rest
 
@@ -85,6 +89,10 @@ class QarlSamplesGenerator(SamplesGenerator):
         if self.args.vllm.enable_sleep and self.generated == before:  # from the buffer: the publish has woken the engines
             batch_vllm_engine_call(self.vllm_engines, "sleep")
         return result
+
+    def filtered(self) -> dict[str, int]:
+        """See ``tell_filtered``."""
+        return {"prompts": self.prompts_sent, "since": self.since}
 
     # ---- checkpoints --------------------------------------------------------------------------------------------------
 

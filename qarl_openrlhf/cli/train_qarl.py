@@ -173,6 +173,7 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
     except runtime.ResourceError as error:
         _end_with([str(error)])
     ending.take()
+    from qarl_openrlhf.actors.filtering import NothingTrainedError
     from qarl_openrlhf.actors.install import install
     from qarl_openrlhf.metrics.progress import follow
     from qarl_openrlhf.metrics.run_directory import open_run_directory
@@ -191,8 +192,9 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # actors of the run that follow it into the end have nothing to add
         if args.ray.log_to_driver:
             traceback.print_exc()
-        # A fault may be met again: no advice to start anew.
-        sys.exit(f"train_qarl: error: {message}{ending.advice() if tags(Path(args.ckpt.path, '_actor')) else ''}")
+        # A fault may be met again: no advice to start anew; and a run at its end has nothing to go on with.
+        going_on = tags(Path(args.ckpt.path, "_actor")) and not isinstance(error, NothingTrainedError)
+        sys.exit(f"train_qarl: error: {message}{ending.advice() if going_on else ''}")
     except KeyboardInterrupt:
         # Ray would print what the controller says when its engines are taken away, and the signal's line is to be the last.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
