@@ -175,10 +175,15 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
     ending.take()
     from qarl_openrlhf.actors.filtering import NothingTrainedError
     from qarl_openrlhf.actors.install import install
+    from qarl_openrlhf.metrics.errors import MetricsError
     from qarl_openrlhf.metrics.progress import follow
     from qarl_openrlhf.metrics.run_directory import open_run_directory
 
-    if earlier := open_run_directory(args.metrics.dir, dict(flatten(args)), resume=args.ckpt.load_enable):
+    try:
+        earlier = open_run_directory(args.metrics.dir, dict(flatten(args)), resume=args.ckpt.load_enable)
+    except MetricsError as error:
+        sys.exit(f"train_qarl: error: {error}")
+    if earlier:
         print(f"note: {args.metrics.dir} had a run, which is now {earlier}")
     train = install(args, startup)
     stop = threading.Event()
