@@ -12,6 +12,7 @@ from transformers import set_seed
 from qarl_openrlhf.actors.filtering import tell_filtered
 from qarl_openrlhf.actors.model_workers import plain_class
 from qarl_openrlhf.actors.samples import QarlSamplesGenerator, mean_logs
+from qarl_openrlhf.actors.tracking import QarlWandbLogger
 from qarl_openrlhf.metrics.band_length import band_scale_line
 from qarl_openrlhf.metrics.changed_codes import still_line
 from qarl_openrlhf.metrics.records import write_records
@@ -45,6 +46,7 @@ class QarlExperienceMaker(RemoteExperienceMaker):
 
 # The trainers look their helpers up in the module of the base class.
 ppo_trainer.RemoteExperienceMaker = QarlExperienceMaker
+ppo_trainer.WandbLogger = QarlWandbLogger
 ppo_trainer.SamplesGenerator = ppo_trainer_async.SamplesGenerator = QarlSamplesGenerator
 
 
