@@ -32,6 +32,7 @@ from qarl_openrlhf.preflight.finished import already_finished
 from qarl_openrlhf.preflight.prompt_lengths import long_prompts
 from qarl_openrlhf.preflight.prompts import check_template
 from qarl_openrlhf.preflight.resume import choose_checkpoint, how_to_resume
+from qarl_openrlhf.preflight.tokenizer_files import endless
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -52,7 +53,7 @@ def _main(argv: list[str] | None, ending: SignalEnding) -> None:
         _refuse(positions.check_positions, args)
         _refuse(check_heads, args)
         _end_with(preflight(args) + _refuse(main_memory_problems, args))
-        found = _refuse(long_prompts, args) + offload_notes(args)
+        found = _refuse(long_prompts, args) + _refuse(endless, args) + offload_notes(args)
     for note in found:
         print(f"note: {note}")
     found = _refuse(choose_checkpoint, args)
@@ -79,7 +80,7 @@ def dry_run(args, resources) -> None:
     print(text)
     files = preflight(args)
     # Prompts are read and tokenized only where files and model are found good.
-    for notes in [choose_checkpoint] if files else [long_prompts, choose_checkpoint]:
+    for notes in [choose_checkpoint] if files else [long_prompts, endless, choose_checkpoint]:
         try:
             for note in notes(args):
                 print(f"note: {note}")
