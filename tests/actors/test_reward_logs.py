@@ -41,7 +41,6 @@ def test_a_name_may_be_missing(logs, means):
     assert mean_logs(samples) == means
 
 
-
 def test_a_nan_that_a_reward_gives_is_not_hidden():
     assert math.isnan(mean_logs(sampled({"x": float("nan")}, {"x": 1.0}, {}))["x"])
 

@@ -148,9 +148,11 @@ CALLS = "calls = []\n\n\ndef reward_func(queries, prompts, labels):\n    calls.a
 FILTERED = {  # reward, flags, the error's words, what notes say
     "all": ("1.0", {}, "nothing was trained, and no model is written: the groups of all 16 prompts were filtered out", ""),
     "all, asynchronous": ("1.0", {"train.async_enable": True}, "the groups of all 16 prompts were filtered out", ""),
-    "too many": ("float(len(calls) % 2 and len(calls) < 5)", {"ckpt.save_steps": 1}, "nothing was trained, and no model is written: of 16 prompts", "4 responses make no"),
+    "too many": (
+        "float(len(calls) % 2 and len(calls) < 5)", {"ckpt.save_steps": 1}, "nothing was trained, and no model is written: of 16 prompts", "4 responses make no"
+    ),
     "later": ("float(len(calls) % 2 and len(calls) < 17)", {}, None, "after the last step the groups of all 12 prompts were filtered out"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", FILTERED)
