@@ -16,6 +16,7 @@ REQUIRED = {
     "data.prompt_dataset": "a Hugging Face data set or a local .jsonl file",
     "vllm.num_engines": "at least 1, since rollouts are made by vLLM",
 }
+OF_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # advantages: a response against the others to its prompt
 
 
 class ConfigError(ValueError):
@@ -78,6 +79,7 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
         for name, folder in (("ckpt.output_dir", "model"), ("ckpt.path", "checkpoints")):
             if name not in typed:
                 setattr(flat, name, os.path.join(getattr(flat, "metrics.dir"), folder))
+    _check_groups(flat)
     _check_rollout_batches(flat)
     return notes
 
@@ -85,6 +87,20 @@ def prepare(flat, device: str, typed: set[str]) -> list[str]:
 def trained_roles(args) -> list[str]:
     """The models that a run trains, by the group of flags that each has: "actor", and "critic" where there is one."""
     return ["actor", "critic"] if args.critic.model_name_or_path else ["actor"]
+
+
+def _check_groups(flat) -> None:
+    """What compares a prompt's responses needs several (assertions of OpenRLHF's, after which no advice on batches is right)."""
+    if getattr(flat, "rollout.n_samples_per_prompt") > 1:
+        return
+    estimator = getattr(flat, "algo.advantage.estimator")
+    if estimator in OF_GROUPS:
+        why = f"--algo.advantage.estimator {estimator} compares the responses to a prompt with each other"
+    elif getattr(flat, "algo.dynamic_filtering_enable"):
+        why = "--algo.dynamic_filtering_enable judges prompts by the mean of several responses"
+    else:
+        return
+    raise ConfigError(f"--rollout.n_samples_per_prompt 1: {why}: use 2 or more, e.g. 8")
 
 
 def _check_rollout_batches(flat) -> None:

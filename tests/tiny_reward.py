@@ -3,4 +3,4 @@
 
 def reward_func(queries, prompts, labels, **_kwargs):
     score = float(len(queries[0]) % 2 == 0)
-    return {"rewards": score, "scores": score, "extra_logs": {}}
+    return {"rewards": score, "scores": score, "extra_logs": {"only_right": 1.0} if score else {}}

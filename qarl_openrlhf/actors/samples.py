@@ -23,6 +23,7 @@ class QarlSamplesGenerator(SamplesGenerator):
     prompts_sent = 0  # for training; numbers them over the whole run
     evaluating = False
     generated = 0  # calls of the engines
+    since = 0  # prompts sampled from for training, after the last whose group passed --algo.dynamic_filtering_enable
 
     def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str], **kwargs) -> list:
         if self.shared is None:
@@ -51,12 +52,18 @@ class QarlSamplesGenerator(SamplesGenerator):
 
     def _generate_vllm(self, *args, **kwargs):
         self.generated += 1
+        before = self.prompts_sent
         experiences, *rest = super()._generate_vllm(*args, **kwargs)
+        if not self.evaluating:
+            self.since = 0 if experiences else self.since + self.prompts_sent - before
         # OpenRLHF collects them as they come.
         return sorted(experiences, key=lambda experience: experience.slot), *rest
 
     def _process_response_into_experience(self, response: dict, **kwargs):
-        experience = super()._process_response_into_experience(response, **kwargs)
+        # OpenRLHF's ``info`` must have the same keys in every response, and what a reward logs need not.
+        logs = response.get("extra_logs") or {}
+        experience = super()._process_response_into_experience(response | {"extra_logs": {}}, **kwargs)
+        experience.extra_logs = {name: float(torch.as_tensor(value).flatten()[0]) for name, value in logs.items()}
         experience.slot = response["slot"]
         tokens = experience.sequences.shape[1]
         versions = response.get("weight_versions") or [-1] * tokens
@@ -83,6 +90,10 @@ class QarlSamplesGenerator(SamplesGenerator):
             batch_vllm_engine_call(self.vllm_engines, "sleep")
         return result
 
+    def filtered(self) -> dict[str, int]:
+        """See ``tell_filtered``."""
+        return {"prompts": self.prompts_sent, "since": self.since}
+
     # ---- checkpoints --------------------------------------------------------------------------------------------------
 
     def rollout_state(self) -> dict:
@@ -96,6 +107,15 @@ class QarlSamplesGenerator(SamplesGenerator):
     def resume(self, state: dict) -> None:
         """Go on as the generator whose :meth:`rollout_state` this is. OpenRLHF loads the position in the prompts by itself."""
         self.resumed = state
+
+
+def mean_logs(samples: list) -> dict[str, float]:
+    """The mean of each of the rewards' ``extra_logs``, over the responses that have it; NaN where one of those is."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in getattr(sample, "extra_logs", {}).items():  # an older version's checkpoint may hold samples without
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 _dispatches: Callable[[], int] = count().__next__

@@ -9,8 +9,10 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import set_seed
 
+from qarl_openrlhf.actors.filtering import tell_filtered
 from qarl_openrlhf.actors.model_workers import plain_class
-from qarl_openrlhf.actors.samples import QarlSamplesGenerator
+from qarl_openrlhf.actors.samples import QarlSamplesGenerator, mean_logs
+from qarl_openrlhf.actors.tracking import QarlWandbLogger
 from qarl_openrlhf.metrics.band_length import band_scale_line
 from qarl_openrlhf.metrics.changed_codes import still_line
 from qarl_openrlhf.metrics.records import write_records
@@ -44,6 +46,7 @@ class QarlExperienceMaker(RemoteExperienceMaker):
 
 # The trainers look their helpers up in the module of the base class.
 ppo_trainer.RemoteExperienceMaker = QarlExperienceMaker
+ppo_trainer.WandbLogger = QarlWandbLogger
 ppo_trainer.SamplesGenerator = ppo_trainer_async.SamplesGenerator = QarlSamplesGenerator
 
 
@@ -58,6 +61,7 @@ class ReportingTrainer:
         self.metrics_writer = MetricsWriter(self.args.metrics.dir)
         self.sync_metrics: dict = {}
         self.started = self.published = False
+        self.trained = {"steps": 0, "filled": 0}  # rollouts of this process, see ``tell_filtered``
 
     def note_engine_kernels(self) -> None:
         """Say once which kernels the engines run, where vLLM chose them."""
@@ -82,13 +86,29 @@ class ReportingTrainer:
             if line := band_scale_line(rollout_samples, self.args):
                 self.metrics_writer.note(line)
         status, next_step = super().train_step(rollout_samples, global_step)
+        self._count(len(rollout_samples), next_step)
         write_records(self.args.metrics.dir, next_step, ray.get(self.actor_model_group.async_run_method("take_record"))[0])
-        status |= self.sync_metrics
+        status = mean_logs(rollout_samples) | status | self.sync_metrics  # what we and OpenRLHF measure keeps its names
         status["rollout/tokens"] = float(sum(int(sample.action_mask.sum()) for sample in rollout_samples))
         if (mixed := mixed_group_fraction(rollout_samples, self.args.rollout.n_samples_per_prompt)) is not None:
             status["rollout/mixed_group_frac"] = mixed
         status["timing/update_total"] = time.perf_counter() - started
         return status, next_step
+
+    def _count(self, responses: int, step: int) -> None:
+        needed = self.args.train.batch_size
+        self.trained["steps"] += 1
+        self.trained["filled"] += responses >= needed
+        if responses < needed:
+            self.metrics_writer.note(
+                f"step {step}: nothing is trained, as {responses} responses make no optimizer step (--train.batch_size {needed})"
+            )
+
+    def rollouts_trained(self) -> dict[str, int]:
+        return self.trained
+
+    def note(self, text: str) -> None:
+        self.metrics_writer.note(text)
 
     def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
         logs = dict(logs_dict or {})
@@ -121,10 +141,13 @@ class QarlPPOTrainer(ReportingTrainer, plain_class(ppo_trainer.PPOTrainer)):
 
     def fit(self, global_step: int = 0) -> None:
         self.note_engine_kernels()
-        if not self.init_checkpoint_states()["global_step"]:  # else OpenRLHF publishes what was loaded
+        resumed = bool(self.init_checkpoint_states()["global_step"])
+        if not resumed:  # else OpenRLHF publishes what was loaded
             self.broadcast_to_vllm()
             self._evaluate_start_policy()
         super().fit(global_step)
+        if note := tell_filtered(self.args, **self.samples_generator.filtered(), **self.trained, resumed=resumed):
+            self.note(note)
 
     def _evaluate_start_policy(self) -> None:
         """What later evaluations are compared with. It takes no part in the choice of the best checkpoint."""
@@ -166,6 +189,9 @@ class QarlGenerateSamplesActor(plain_class(ppo_trainer_async.GenerateSamplesActo
     def resume(self, rollout: dict) -> None:
         self.samples_generator.resume(rollout)
 
+    def filtered(self) -> dict[str, int]:
+        return self.samples_generator.filtered()
+
     def _run_eval(self) -> dict:
         # The lock that it holds keeps publishes out. Version 1 is the base model's.
         self.evaluated = ray.get(self.samples_generator.vllm_engines[0].weights_state.remote())["version"] - 1
@@ -206,6 +232,7 @@ class QarlPPOTrainerAsync(plain_class(ppo_trainer_async.PPOTrainerAsync)):
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         ppo_trainer_async.TrainingActor = ray.remote(QarlTrainingActor).options(scheduling_strategy=here)
         super().__init__(*args, **kwargs)
+        self.args = args[1].args
 
     def fit(self) -> None:
         states = ray.get(self.trainer_actor.init_checkpoint_states.remote())
@@ -214,6 +241,9 @@ class QarlPPOTrainerAsync(plain_class(ppo_trainer_async.PPOTrainerAsync)):
         if rollout := states.get("rollout"):
             ray.get(self.generator_actor.resume.remote(rollout))
         super().fit()
+        filtered, trained = ray.get([self.generator_actor.filtered.remote(), self.trainer_actor.rollouts_trained.remote()])
+        if note := tell_filtered(self.args, **filtered, **trained, resumed=bool(states["global_step"])):
+            ray.get(self.trainer_actor.note.remote(note))
 
 
 ppo_trainer_async.VLLMLock = ray.remote(num_cpus=0)(QarlVLLMLock)

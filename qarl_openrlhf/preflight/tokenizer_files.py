@@ -31,6 +31,29 @@ def load_tokenizer(owner: str, name: str, *, trust_remote_code: bool = False):
     return tokenizer
 
 
+def endless(args) -> list[str]:
+    """A note where no token ends a response: neither the tokenizer nor config.json nor generation_config.json names one."""
+    model = args.actor.model_name_or_path
+    if not Path(model).is_dir() or args.rollout.stop:
+        return []
+    tokenizer = load_tokenizer(f"--actor.model_name_or_path {model}", model, trust_remote_code=True)
+    configured = [_content(Path(model, name)).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+    if tokenizer.eos_token_id is not None or any(found not in (None, []) for found in configured):
+        return []
+    return [
+        f"--actor.model_name_or_path {model} has no end-of-sequence token, so that no response ends by itself: each is as long as "
+        "--rollout.max_new_tokens or --data.max_len lets it be. Name one in its tokenizer_config.json (eos_token), or use --rollout.stop"
+    ]
+
+
+def _content(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def problem(name: str) -> tuple[str, str] | None:
     """(what, fix) of a directory whose tokenizer did not load; None of one whose files look whole, and of a name on the hub.
 

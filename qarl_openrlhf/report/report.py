@@ -61,4 +61,8 @@ def _load(arms: dict[str, list[str | os.PathLike]], until: int | None) -> tuple[
                 notes += run.notes
     if not runs:
         raise ReportError("; ".join(too_late))
+    ends = sorted(run.steps[-1] for group in runs.values() for run in group)
+    if ends[0] != ends[-1]:
+        averages = f"the runs end at different steps ({ends[0]} to {ends[-1]}), so their averages are of different steps"
+        notes.append(f"{averages}: --until {ends[0]} compares equal ones")
     return runs, notes + [f"{reason}: left out" for reason in too_late]

@@ -1,8 +1,9 @@
-"""Where the response is in a decoded text, and where the answer is in a response: boxed, announced, or the end of it. No mathematics here.
+"""Where the response is in a decoded text, and where the answer is in a response: boxed, tagged, announced, or the end of it. No mathematics here.
 
 The last \\boxed{...} wins; several boxes with nothing but commas and "and" between them are one answer. Otherwise, with
-`answer="any"`, the text after the last "answer is", "answer:" or "####" of the response, else the last formula of the last line,
-else that line. A response that opened <think> and never closed it has no answer: what it holds is scratch work.
+`answer="any"`, within the last <answer>...</answer>, or in all of the response without one: the text after the last "answer is",
+"answer:" or "####", else the last formula of the last line, else that line. A response that opened <think> and never closed it has
+no answer: what it holds is scratch work.
 """
 
 from __future__ import annotations
@@ -104,10 +105,19 @@ def find_answer(response: str, *, boxed_only: bool = False) -> str | None:
         return None
     answer = boxed(text)
     if answer is None and not boxed_only and not BOX.search(text):
-        answer = plain(text[-TAIL_CHARS:])
+        tail = text[-TAIL_CHARS:]
+        inside = tagged(tail)
+        answer = plain(tail if inside is None else inside)
     if answer is None or not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return None
     return answer.strip()
+
+
+def tagged(text: str) -> str | None:
+    """What the last <answer>...</answer> holds; None without one."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return text[start + len("<answer>") : end] if start >= 0 else None
 
 
 def boxed(text: str) -> str | None:

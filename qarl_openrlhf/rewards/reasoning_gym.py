@@ -33,21 +33,30 @@ def answer_of(response: str) -> str:
     return strip_end(response.split("\n", 1)[0])[0].strip()
 
 
-def score(query: str, prompt: str, label: str) -> tuple[float, float]:
-    """(reward, the scorer's mark). ValueError for a label that `qarl_openrlhf.data.reasoning_gym` did not write."""
+def entry_of(label: str) -> dict | None:
+    """What `qarl_openrlhf.data.reasoning_gym` wrote as a label: task, answer, metadata; None for any other label."""
     try:
         entry = json.loads(label)
-        task = entry["task"]
-    except (json.JSONDecodeError, TypeError, KeyError):
-        raise ValueError(
-            f"label {str(label)[:80]!r} is not of qarl_openrlhf.data.reasoning_gym; was --data.label_key label given?"
-        ) from None
-    answer = answer_of(response_of(query, prompt))
+    except (json.JSONDecodeError, TypeError):
+        return None
+    return entry if isinstance(entry, dict) and entry.keys() >= {"task", "answer"} else None
+
+
+def mark(answer: str | None, label: str) -> float:
+    """The scorer's mark, 0 to 1. ValueError for a label that `qarl_openrlhf.data.reasoning_gym` did not write."""
+    if (entry := entry_of(label)) is None:
+        raise ValueError(f"label {str(label)[:80]!r} is not of qarl_openrlhf.data.reasoning_gym; was --data.label_key label given?")
+    task = scorer(entry["task"])
     try:
-        mark = float(scorer(task).score_answer(answer or None, entry))
+        return float(task.score_answer(answer or None, entry))
     except Exception:  # some scorers parse the answer without a guard: what they cannot parse is not solved
-        mark = 0.0
-    return (1.0 if mark >= 1.0 else 0.0), mark
+        return 0.0
+
+
+def score(query: str, prompt: str, label: str) -> tuple[float, float]:
+    """(reward, the scorer's mark). ValueError for a label that `qarl_openrlhf.data.reasoning_gym` did not write."""
+    found = mark(answer_of(response_of(query, prompt)), label)
+    return (1.0 if found >= 1.0 else 0.0), found
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:

@@ -91,7 +91,7 @@ def test_a_checkpoint_that_cannot_be_written_names_the_directory_and_leaves_the_
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # a file cannot grow further, as on a full disk
     try:
-        with pytest.raises(CheckpointError, match=rf"{directory}/global_step2 could not be written: .*MiB are free"):
+        with pytest.raises(CheckpointError, match=rf"{directory}/global_step2 could not be written: .*[MG]iB are free"):
             save(learner, directory, "global_step2")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -99,6 +99,14 @@ def test_a_checkpoint_that_cannot_be_written_names_the_directory_and_leaves_the_
     assert choose(tmp_path, ["_actor"], facts={"zero_stage": learner.args.ds.zero_stage, "world_size": 1}).tag == "global_step1"
     save(learner, directory, "global_step2")  # there is room again
     assert manifest.problem(directory / "global_step2") is None
+
+
+def test_too_little_room_is_refused_before_writing_in_figures_that_differ(make_learner, tmp_path, monkeypatch):
+    learner = make_learner(ckpt__path=str(tmp_path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**18))
+    with pytest.raises(CheckpointError, match=r"0\.2 MiB are free, it takes about \d+\.\d MiB"):
+        save(learner, tmp_path / "_actor", "global_step1")
 
 
 def test_written_again_rotated_and_cleaned_up(make_learner, tmp_path):

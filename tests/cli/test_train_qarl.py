@@ -205,7 +205,15 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--objective.name", "onpolicy_grpo"], "one optimizer step a rollout"),
         (["--sync.probe_every", "0"], "at least 1"),
         (["--actor.lr_scheduler", "nope"], "cosine_with_min_lr"),
-        (["--rollout.n_samples_per_prompt", "1"], "requires n_samples_per_prompt > 1"),
+        (["--rollout.n_samples_per_prompt", "1"], "--rollout.n_samples_per_prompt 1: --algo.advantage.estimator group_norm compares the responses"),
+        (  # before any advice on micro-batches, which more responses would make another
+            ["--rollout.n_samples_per_prompt", "1", "--rollout.batch_size", "2", "--rollout.micro_batch_size", "16"],
+            "--rollout.n_samples_per_prompt 1: --algo.advantage.estimator group_norm compares the responses",
+        ),
+        (
+            ["--rollout.n_samples_per_prompt", "1", "--algo.advantage.estimator", "reinforce", "--algo.dynamic_filtering_enable"],
+            "--rollout.n_samples_per_prompt 1: --algo.dynamic_filtering_enable judges prompts by the mean",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_combinations_are_refused_before_anything_starts(base, extra, message, capsys):

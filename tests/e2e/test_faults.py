@@ -144,6 +144,32 @@ def test_an_error_of_ours_is_one_line_and_the_advice(start, tmp_path, who):
     run.assert_gone()
 
 
+CALLS = "calls = []\n\n\ndef reward_func(queries, prompts, labels):\n    calls.append(1)\n    return {{'rewards': {}}}\n"
+FILTERED = {  # reward, flags, the error's words, what notes say
+    "all": ("1.0", {}, "nothing was trained, and no model is written: the groups of all 16 prompts were filtered out", ""),
+    "all, asynchronous": ("1.0", {"train.async_enable": True}, "the groups of all 16 prompts were filtered out", ""),
+    "too many": (
+        "float(len(calls) % 2 and len(calls) < 5)", {"ckpt.save_steps": 1}, "nothing was trained, and no model is written: of 16 prompts", "4 responses make no"
+    ),
+    "later": ("float(len(calls) % 2 and len(calls) < 17)", {}, None, "after the last step the groups of all 12 prompts were filtered out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", FILTERED)
+def test_a_run_of_which_the_filter_leaves_nothing_is_an_error_and_no_model(start, tmp_path, how):
+    reward, flags, error, note = FILTERED[how]
+    path = tmp_path / "reward.py"
+    path.write_text(CALLS.format(reward))
+    run = start({"reward.remote_url": str(path), "algo.dynamic_filtering_enable": True, "data.max_samples": 16} | flags)
+    assert run.process.wait(600) == (1 if error else 0), run.text[-3000:]
+    assert note in run.text
+    if error:
+        assert "--ckpt.load_enable" not in assert_one_line(run, error)
+    assert (run.metrics.parent / "model.safetensors").exists() == (error is None)
+    assert any(run.metrics.parent.glob("quantized-*")) == (error is None)
+    run.assert_gone()
+
+
 TWO = {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2, "ds.zero_stage": 3}
 CRITIC = {"algo.advantage.estimator": "gae", "critic.num_nodes": 1, "critic.num_gpus_per_node": 1}
 KILLED = {  # words in its command line, flags, what the run's last line must say

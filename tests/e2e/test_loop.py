@@ -78,6 +78,7 @@ def test_two_steps(name, tiny_model, flags, prompts, tmp_path, capsys):
         assert row["sync/probe_abs_logp"] < 0.1
         assert row["rollout/tok_per_s"] > 0 and row["timing/step_total"] > 0
         assert math.isfinite(row["mismatch/abs_logp_mean"])
+        assert row.get("only_right", 1.0) == 1.0  # logged for right answers alone
         if run["objective"]:
             # r is exactly 1 before the first update: every response is in band
             assert row["objective/in_band_frac_by_update/0"] == 1.0

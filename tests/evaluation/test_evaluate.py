@@ -15,12 +15,14 @@ import pytest
 
 from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.cli import evaluate
-from qarl_openrlhf.data.reasoning_gym import DataError
+from qarl_openrlhf.lines import write_jsonl
+from qarl_openrlhf.data.reasoning_gym import DataError, prompt_rows
 from qarl_openrlhf.data.sources import FORMATS
+from qarl_openrlhf.data.worked_sums import response
 from qarl_openrlhf.engine.offline import choose_engine
 from qarl_openrlhf.evaluation import harness
-from qarl_openrlhf.evaluation.grade import MathGrader
-from qarl_openrlhf.evaluation.items import Settings, load_items
+from qarl_openrlhf.evaluation.grade import GymGrader, MathGrader
+from qarl_openrlhf.evaluation.items import Settings, kind_of, load_items
 from qarl_openrlhf.evaluation.records import Records, claim
 from qarl_openrlhf.evaluation.sample import Runner
 from qarl_openrlhf.evaluation.scores import pass_at, task_scores
@@ -100,6 +102,33 @@ def test_a_stopped_run_goes_on_and_gives_the_same(tmp_path, made, grader):
     assert {ask[0]: ask for ask in stopped.asked}.items() == {ask[0]: ask for ask in whole.asked}.items()  # seeds, too
     assert len({seed for _, _, seed in whole.asked}) == 6
     assert Runner(None, SETTINGS, tmp_path / "b", grader).run(items, 2)["k"] == 2  # fewer samples: nothing to sample
+
+
+class Taught(Scripted):
+    """Answers as `data.small_qwen3` teaches it: right at the even items, wrong at the others."""
+
+    def __init__(self, rows):
+        super().__init__()
+        labels = (json.loads(row["label"]) if "{" in row["label"] else {"answer": row["label"]} for row in rows)
+        wrong = (label | {"answer": label["answer"] + "1"} if i % 2 else label for i, label in enumerate(labels))
+        self.texts = {row["input"]: response(entry, "equation") for row, entry in zip(rows, wrong, strict=True)}
+
+    def generate(self, prompts, params, use_tqdm):
+        texts = [self.texts[self.tokenizer.decode(prompt["prompt_token_ids"])] for prompt in prompts]
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=text, token_ids=[1], finish_reason="stop")]) for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["gym", "mathematics"])
+def test_the_answers_of_our_own_small_model_are_read(tmp_path, grader, kind):
+    rows = prompt_rows("chain_sum", 6, config={"min_terms": 2, "max_terms": 2}, style="equation")
+    if kind == "mathematics":
+        rows = [row | {"label": json.loads(row["label"])["answer"]} for row in rows]
+    write_jsonl(tmp_path / "heldout.jsonl", rows)
+    items = load_items(f"sums={tmp_path / 'heldout.jsonl'}")
+    assert kind_of(items) == kind
+    settings = Settings(**SETTINGS.to_dict() | {"template": "{problem}"})
+    scores = Runner(Taught(rows), settings, tmp_path, {"gym": GymGrader(), "mathematics": grader}[kind]).run(items, 1)
+    assert (scores["avg"], scores["no_answer"]) == (0.5, 0)
 
 
 def test_lines_that_are_no_records_count_as_not_there(tmp_path, made):

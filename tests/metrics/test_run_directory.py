@@ -1,9 +1,13 @@
 """A second run into the same directory: everything of the first moves, together, and stays a run that can be reported."""
 
 import json
+import os
 
+import pytest
 import torch
 
+from qarl_openrlhf.cli.own_errors import own_message
+from qarl_openrlhf.metrics.errors import MetricsError
 from qarl_openrlhf.metrics.records import write_records
 from qarl_openrlhf.metrics.run_directory import open_run_directory
 from qarl_openrlhf.metrics.writer import MetricsWriter
@@ -59,3 +63,21 @@ def test_reports_of_many_runs_leave_earlier_ones_out(tmp_path):
         one_run(tmp_path / "run", reward)
     assert [entry.directory for entry in entries_below(tmp_path)] == [tmp_path / "run"]
     assert len(entries_below(tmp_path / "run" / "earlier-1")) == 1
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "notes.jsonl", "evaluations.jsonl", "histograms.jsonl", "tokens.jsonl", "start_policy.json", "run.json"])
+def test_a_full_disk_names_the_file_and_the_flag(tmp_path, name):
+    os.symlink("/dev/full", tmp_path / name)  # every write there fails as on a full disk
+    with pytest.raises(MetricsError, match=rf"{tmp_path / name} could not be written: the disk is full .*[MG]iB are free.*--metrics.dir") as error:
+        open_run_directory(str(tmp_path), {}, resume=True)
+        writer = MetricsWriter(str(tmp_path))
+        writer.write(1, {"x": 1.0})
+        writer.evaluation(1, {"eval_a_pass1": 0.5})
+        write_records(str(tmp_path), 1, {"histograms": {"x": {"0": 1}}, "tokens": [{"id": 1}], "start_policy": [{"ids": [1]}]})
+    assert "\n" not in str(error.value) and own_message(error.value) == str(error.value)
+
+
+def test_what_is_no_full_disk_has_the_file_and_the_flag_too(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(MetricsError, match="metrics.jsonl could not be written: IsADirectoryError.*--metrics.dir"):
+        MetricsWriter(str(tmp_path)).write(1, {})

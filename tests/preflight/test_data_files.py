@@ -78,10 +78,10 @@ def test_what_is_taken(tmp_path, monkeypatch):
     (tmp_path / "b.json").write_bytes(b"[" + GOOD.strip() + b",\n" + GOOD.strip() + b"]")
     (tmp_path / "c.csv").write_text('input,label\n"a\nb",1\nc,2\n')
     (tmp_path / "d.jsonl").write_bytes(b'{"input": "a", "label": 3}\n{"input": "b", "label": 4.5}\n')
-    (tmp_path / "e.jsonl").write_bytes(b'{"input": [{"role": "user", "content": "hi"}], "label": "3"}\n' * 2)
     parquet.write_table(pyarrow.table({"input": ["a", "b"], "label": ["1", "2"]}), tmp_path / "f.parquet")
     for name in ("a.jsonl", "b.json", "c.csv", "d.jsonl", "f.parquet", "owner/name", "gsm8k@main", "a.jsonl,owner/name", ".", "https://host/p.jsonl"):
         check_prompts(arguments(name))
+    (tmp_path / "e.jsonl").write_bytes(b'{"input": [{"role": "user", "content": "hi"}], "label": "3"}\n' * 2)
     check_prompts(arguments("e.jsonl", apply_chat_template=True))
     check_prompts(arguments("a.jsonl,b.json", prompt_probs="0.3,0.7"))
     with pytest.raises(ConfigError, match="no column 'question'"):
@@ -112,7 +112,7 @@ def test_a_directory_without_data_is_refused(tmp_path, flag):
     setattr(getattr(args, group), name, str(empty))
     with pytest.raises(ConfigError, match=f"--{flag} {empty} is a directory without a data file"):
         check_prompts(args)
-    (empty / "deeper" / "prompts.jsonl").write_bytes(GOOD)
+    (empty / "deeper" / "prompts.jsonl").write_bytes(GOOD * 2)
     check_prompts(args)
 
 
@@ -189,6 +189,52 @@ def test_the_files_of_a_directory_are_checked(tmp_path):
         check_prompts(arguments(tmp_path))
     (tmp_path / "b.jsonl").write_bytes(GOOD)
     check_prompts(arguments(tmp_path))
+
+
+BAD = GOOD + b"no json\n"
+DIRECTORIES = {  # files of a directory, flags, what is said; None: the run would read it
+    "other kind of file beside": ({"a.jsonl": BAD, "notes.txt": b"x"}, {}, "a.jsonl, line 2 is not JSON"),
+    "folders": ({"data/a.jsonl": GOOD * 2, "data/more/b.jsonl": BAD}, {}, "data/more/b.jsonl, line 2 is not JSON"),
+    "README": ({"a.jsonl": BAD, "README.md": b"# mine\n"}, {}, "a.jsonl, line 2 is not JSON"),
+    "the fewer kind": ({"a.jsonl": GOOD, "b.jsonl": GOOD, "c.csv": b"x\n"}, {}, None),
+    "another split": ({"train.jsonl": GOOD * 2, "test.jsonl": BAD}, {}, "test.jsonl, line 2 is not JSON"),
+    "another split's columns": ({"train.jsonl": GOOD * 2, "test.jsonl": GOOD}, {}, None),
+    "csv": ({"a.csv": b"input,label\nx,1\n", "b.csv": b"input,label\nx,1\ny,1,2,3\n"}, {}, "b.csv.*cannot be read|more cells"),
+    "parquet": ({"a.parquet": b"PAR1 no"}, {}, "a.parquet is not a parquet file"),
+    "split": ({"train.jsonl": GOOD * 2, "test.jsonl": GOOD}, {"prompt_split": "dev"}, "--data.prompt_split dev: .* has train, test instead"),
+    "nothing it knows": ({"a.foo": GOOD}, {}, "the loader finds no set of prompts there"),
+    "types that differ": (
+        {"a.jsonl": b'{"input": "a", "label": 1}\n', "b.jsonl": b'{"input": "a", "label": "one"}\n'}, {}, "'label' is int in a.jsonl and str in b.jsonl",
+    ),
+    "types that are made the first's": ({"a.jsonl": GOOD, "b.jsonl": b'{"input": "a", "label": 1}\n'}, {}, None),
+    "too few": ({"a.jsonl": GOOD}, {}, "1 prompts in --data.prompt_dataset do not make one rollout"),
+    "folder after @": ({"one/a.jsonl": BAD, "two/a.jsonl": GOOD * 2}, {"at": "@two"}, None),
+    "broken in the folder after @": ({"one/a.jsonl": BAD, "two/a.jsonl": GOOD * 2}, {"at": "@one"}, "one/a.jsonl, line 2 is not JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_the_files_that_the_loader_takes_are_the_ones_that_are_checked(tmp_path, name):
+    from datasets import load_dataset
+
+    files, flags, message = DIRECTORIES[name]
+    flags = dict(flags)
+    at = flags.pop("at", "")
+    directory = tmp_path / "set"
+    for file, content in files.items():
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_bytes(content)
+    try:
+        rows = len(load_dataset(str(directory), data_dir=at[1:] or None, cache_dir=str(tmp_path / "cache"))[flags.get("prompt_split", "train")])
+    except Exception:  # several, none of them its own
+        rows = None
+    if message is None:
+        assert rows == 2
+        check_prompts(arguments(f"{directory}{at}", **flags))
+        return
+    assert rows in ((1,) if name == "too few" else (None,))
+    with pytest.raises(ConfigError, match=message):
+        check_prompts(arguments(f"{directory}{at}", **flags))
 
 
 def loaded(kind: str, path, tmp_path) -> list[dict] | None:

@@ -1,14 +1,16 @@
 """A tokenizer that is missing or broken is one line that names the file and what mends it, wherever a tokenizer is loaded."""
 
+import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace as N
 
 import pytest
 
 from qarl_openrlhf.cli import evaluate
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.preflight.tokenizer_files import load_tokenizer
+from qarl_openrlhf.preflight.tokenizer_files import endless, load_tokenizer
 from tests.tiny_models import save_tiny_model
 
 
@@ -79,3 +81,19 @@ def test_a_name_that_is_no_directory_is_one_line_too(monkeypatch):
     with pytest.raises(ConfigError, match=r"^M has a tokenizer that does not load \(\w+: .*\): copy ") as error:
         load_tokenizer("M", "owner/no-such-model")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ends", ["tokenizer_config.json", "config.json", "generation_config.json", "--rollout.stop", None])
+def test_a_model_whose_responses_nothing_ends_is_noted(model, ends):
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        path = model / name
+        content = json.loads(path.read_text()) if path.is_file() else {}
+        for key in ("eos_token", "eos_token_id"):
+            content.pop(key, None)
+        if name == ends:
+            content |= {"eos_token": "<|im_end|>"} if name.startswith("tokenizer") else {"eos_token_id": [2]}
+        path.write_text(json.dumps(content | ({"eos_token_id": None} if name == "config.json" != ends else {})))
+    (model / "special_tokens_map.json").unlink(missing_ok=True)
+    notes = endless(N(actor=N(model_name_or_path=str(model)), rollout=N(stop=["x"] if ends == "--rollout.stop" else [])))
+    assert len(notes) == (ends is None)
+    assert ends or "no end-of-sequence token, so that no response ends by itself" in notes[0]

@@ -222,3 +222,12 @@ def test_table_has_a_column_an_arm(tmp_path):
     runs = {name: [load_run(write_run(tmp_path / name, steps=4))] for name in ("bf16", "w4a16")}
     header = table_text(runs).splitlines()[2]
     assert "bf16" in header and "w4a16" in header
+
+
+def test_runs_of_unequal_length_are_told_with_the_step_that_makes_them_equal(tmp_path):
+    for name, steps in (("long", 9), ("short", 4)):
+        write_run(tmp_path / name, steps=steps)
+    arms = {name: [tmp_path / name] for name in ("long", "short")}
+    words = "the runs end at different steps (4 to 9), so their averages are of different steps: --until 4 compares equal ones"
+    assert words in write_report(arms, tmp_path / "out").notes
+    assert not any("--until" in note for note in write_report(arms, tmp_path / "out", until=4).notes)

@@ -56,6 +56,11 @@ RESPONSES = [
     ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{\\sqrt2}{2}", True),
     ("\\boxed{4", "4", False),
     ("\\boxed{}", "4", False),
+    ("\n12+34=46\n46-32=14\n<answer>14</answer>", "14", True),  # as data/small_qwen3.py teaches it
+    ("<think>15?</think><answer> $\\frac{1}{2}$ </answer><|im_end|>", "0.5", True),
+    ("<answer>15</answer> no:\n<answer>\nThe answer is 14.\n</answer>", "14", True),
+    ("<answer>14</answer> no:\n<answer>15</answer>", "14", False),
+    ("14\n<answer></answer>", "14", False),
     ("The answer is 4.", "4", True),
     ("The answer is $\\frac{1}{2}$.", "0.5", True),
     ("answer: (1, 2)", "(1,2)", True),

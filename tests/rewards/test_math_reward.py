@@ -55,7 +55,7 @@ def test_thinking_that_the_chat_template_opened_is_scratch_work_until_it_is_clos
     assert reward([closed + "\\boxed{2}"], [closed], ["2"])["rewards"] == 1.0
 
 
-@pytest.mark.parametrize("filler", ["\n", " $", "\\boxed{", "<|im_end|>", "answer is ", "\\boxed{1} and ", "{", "<think>"])
+@pytest.mark.parametrize("filler", ["\n", " $", "\\boxed{", "<|im_end|>", "answer is ", "\\boxed{1} and ", "{", "<think>", "<answer>", "</answer>"])
 def test_finding_an_answer_takes_linear_time(filler):
     """It runs in the engine's own process, where a slow expression would hold up all other requests."""
     text = "x" + filler * (60_000 // len(filler))
