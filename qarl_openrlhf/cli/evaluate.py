@@ -145,8 +145,8 @@ def join_summary(out: Path, scores: dict[str, dict]) -> dict:
 def weights(args, scratch: Path) -> tuple[str, str]:
     """(directory that vLLM can load, scheme string), exported to `scratch` where needed."""
     from qarl_openrlhf.engine.offline import scheme_of
+    from qarl_openrlhf.export.directory import bf16_directory, deepspeed_step, export_directory, load_learner
     from qarl_openrlhf.quant import finite
-    from qarl_openrlhf.quant.export_directory import bf16_directory, deepspeed_step, export_directory, load_learner
 
     if step := deepspeed_step(args.source, args.tag):
         print("\n".join(about_checkpoint(args, step)), file=sys.stderr, flush=True)
@@ -165,7 +165,7 @@ def weights(args, scratch: Path) -> tuple[str, str]:
 
 def about_checkpoint(args, step: Path) -> list[str]:
     """Lines: which checkpoint of a run this is, and that its training was in another scheme, which is a choice, or a flag left out."""
-    from qarl_openrlhf.quant.training_checkpoint import trained_in, which
+    from qarl_openrlhf.export.training_checkpoint import trained_in, which
 
     lines = [which(args.source, step, args.tag)]
     trained, scheme = trained_in(step), QuantScheme.parse((args.scheme or "bf16").removesuffix(":rollout"))
@@ -176,7 +176,7 @@ def about_checkpoint(args, step: Path) -> list[str]:
 
 def weight_files(source: str, model: str | None, tag: str | None) -> str:
     """Which files a local model's weights are: another checkpoint may be at the same path by the time a run goes on. "" on the hub."""
-    from qarl_openrlhf.quant.training_checkpoint import find_deepspeed, is_huggingface
+    from qarl_openrlhf.export.training_checkpoint import find_deepspeed, is_huggingface
 
     path = Path(source)
     if not path.is_dir():
@@ -216,8 +216,8 @@ def engine_choice(args, directory: str, *, own: bool = True) -> dict:
 def claim_settings(args, directory: str, scheme: str, choice: dict, *, own: bool = True) -> Settings:
     """The settings of this run; DataError, before an engine starts, if --out holds samples of others. own: see `engine_choice`."""
     from qarl_openrlhf.engine.offline import engine_settings
+    from qarl_openrlhf.export.directory import deepspeed_step
     from qarl_openrlhf.preflight.tokenizer_files import load_tokenizer
-    from qarl_openrlhf.quant.export_directory import deepspeed_step
 
     # The user's own directory, and not the one written here, which has no tokenizer where that one's could not be read.
     flag, name = ("--model ", args.model) if deepspeed_step(args.source, args.tag) else ("", args.source)

@@ -22,13 +22,13 @@ from safetensors import SafetensorError
 from qarl_openrlhf.cli.ending import SignalEnding, own_process
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.engine.offline import ENGINES, choose_engine, open_engine
+from qarl_openrlhf.export.directory import bf16_directory, deepspeed_step, export_directory, load_learner
+from qarl_openrlhf.export.replace import check_target
+from qarl_openrlhf.export.training_checkpoint import trained_in, which
 from qarl_openrlhf.files import scratch_directory, why_unwritable
 from qarl_openrlhf.patches.vllm_cpu import serve_command
 from qarl_openrlhf.preflight import hub
 from qarl_openrlhf.quant import QuantError, QuantScheme
-from qarl_openrlhf.quant.export_directory import bf16_directory, deepspeed_step, export_directory, load_learner
-from qarl_openrlhf.quant.replace import check_target
-from qarl_openrlhf.quant.training_checkpoint import trained_in, which
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -128,7 +128,7 @@ def _beside(out: str) -> str:
 
 def verify(args, model) -> None:
     """QuantError where the engine's log-probs are further from the learner's than the tolerance."""
-    from qarl_openrlhf.quant import verify as v
+    from qarl_openrlhf.export import verify as v
 
     tolerance = v.TOLERANCE if args.tolerance is None else args.tolerance
     length = min(v.LENGTH, model.config.get_text_config().max_position_embeddings - 1)

@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TextIO
 
 from qarl_openrlhf.config import ConfigError
+from qarl_openrlhf.export.replace import check_target
 from qarl_openrlhf.files import nearest_existing, why_unwritable
 from qarl_openrlhf.planning.paths import quantized_directory
 from qarl_openrlhf.quant.errors import QuantError
-from qarl_openrlhf.quant.replace import check_target
 
 LOCK = ".lock"
 TRIES = 100  # to lock a directory that other runs, as they end, take away

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from qarl_openrlhf.checkpoint import flags, manifest
 from qarl_openrlhf.checkpoint.find import step_of, tags
+from qarl_openrlhf.export.replace import MARKER
 from qarl_openrlhf.planning.paths import quantized_directory
 from qarl_openrlhf.preflight.prompts import prompts_at_most
 from qarl_openrlhf.preflight.safetensors_headers import tensor_shapes
-from qarl_openrlhf.quant.replace import MARKER
 
 
 def already_finished(args) -> str | None:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from qarl_openrlhf.checkpoint import manifest
 from qarl_openrlhf.cli import export
 from qarl_openrlhf.engine.offline import choose_engine, has_avx512, scheme_of
+from qarl_openrlhf.export.directory import check_bytes, load_learner
 from qarl_openrlhf.quant import QuantError, QuantScheme
-from qarl_openrlhf.quant.export_directory import check_bytes, load_learner
 from tests.tiny_models import save_tiny_model
 
 TRAIN = Path(__file__).with_name("zero_checkpoint_worker.py")

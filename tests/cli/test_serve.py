@@ -20,10 +20,10 @@ from qarl_openrlhf import runtime
 from qarl_openrlhf.cli import export
 from qarl_openrlhf.engine.cpu_method import METHOD
 from qarl_openrlhf.engine.offline import MEMORY, has_avx512
+from qarl_openrlhf.export import verify as v
+from qarl_openrlhf.export.directory import load_learner
 from qarl_openrlhf.patches.vllm_cpu import serve_command
 from qarl_openrlhf.quant import QuantScheme
-from qarl_openrlhf.quant import verify as v
-from qarl_openrlhf.quant.export_directory import load_learner
 from tests.tiny_models import save_tiny_model
 
 LENGTH = 64

@@ -6,7 +6,7 @@ import ray
 import torch
 from vllm import SamplingParams
 
-from qarl_openrlhf.quant.export import export_checkpoint
+from qarl_openrlhf.export.write import export_checkpoint
 from qarl_openrlhf.sync.publisher import Publisher
 from tests.engine import tiny
 

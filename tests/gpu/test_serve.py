@@ -3,9 +3,9 @@
 import pytest
 
 from qarl_openrlhf.cli import export
+from qarl_openrlhf.export import verify as v
+from qarl_openrlhf.export.directory import load_learner
 from qarl_openrlhf.quant import QuantScheme
-from qarl_openrlhf.quant import verify as v
-from qarl_openrlhf.quant.export_directory import load_learner
 from tests.cli.test_serve import LENGTH, log_probs, post, serve
 from tests.tiny_models import save_tiny_model
 

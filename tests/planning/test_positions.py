@@ -41,8 +41,8 @@ def test_the_original_is_untouched_and_nothing_is_copied(model, view):
 
 
 def test_export_inherits_the_positions(view, tmp_path):
+    from qarl_openrlhf.export.write import export_checkpoint
     from qarl_openrlhf.quant.convert import convert_model
-    from qarl_openrlhf.quant.export import export_checkpoint
     from qarl_openrlhf.quant.scheme import QuantScheme
 
     scheme = QuantScheme.parse("w4a16:g64")

@@ -10,13 +10,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from qarl_openrlhf.export.training_checkpoint import find_deepspeed, is_huggingface, read_deepspeed
+from qarl_openrlhf.export.write import export_checkpoint
 from qarl_openrlhf.quant import expert_names
 from qarl_openrlhf.quant.convert import ConversionReport, convert_model, published_tensors
 from qarl_openrlhf.quant.errors import QuantError
-from qarl_openrlhf.quant.export import export_checkpoint
 from qarl_openrlhf.quant.model_config import first_line, read_config
 from qarl_openrlhf.quant.scheme import QuantScheme
-from qarl_openrlhf.quant.training_checkpoint import find_deepspeed, is_huggingface, read_deepspeed
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 BF16 = QuantScheme.parse("bf16")

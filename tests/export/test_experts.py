@@ -5,14 +5,15 @@ import json
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
+from qarl_openrlhf.export.write import INDEX_NAME, export_checkpoint
 from qarl_openrlhf.quant import QuantScheme, dequantize_weight
 from qarl_openrlhf.quant.convert import convert_model, published_tensors, quantized_layers
 from qarl_openrlhf.quant.expert_names import to_checkpoint
-from qarl_openrlhf.quant.export import INDEX_NAME, export_checkpoint
 from safetensors.torch import save_file
-from test_export import library_weight, read
 from tests.tiny_models import tiny_moe
 from transformers import AutoModelForCausalLM
+
+from .test_write import library_weight, read
 
 parse = QuantScheme.parse
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from qarl_openrlhf.export.replace import MARKER, check_target, put_in_place
+from qarl_openrlhf.export.write import export_checkpoint
 from qarl_openrlhf.quant import QuantError, QuantScheme
 from qarl_openrlhf.quant.convert import convert_model
-from qarl_openrlhf.quant.export import export_checkpoint
-from qarl_openrlhf.quant.replace import MARKER, check_target, put_in_place
 from tests.tiny_models import tiny
 
 OURS = json.dumps({"quantization_config": {"quant_method": "compressed-tensors"}})

@@ -10,10 +10,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from qarl_openrlhf.export.replace import MARKER, check_target, put_in_place
 from qarl_openrlhf.files import let_umask_rule, scratch_directory
 from qarl_openrlhf.quant import expert_names, finite
 from qarl_openrlhf.quant.convert import published_tensors
-from qarl_openrlhf.quant.replace import MARKER, check_target, put_in_place
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -7,9 +7,9 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from qarl_openrlhf.export.write import INDEX_NAME, export_checkpoint
 from qarl_openrlhf.quant import QuantError, QuantScheme, dequantize_weight, finite
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
-from qarl_openrlhf.quant.export import INDEX_NAME, export_checkpoint
 from qarl_openrlhf.quant.linear import QuantLinear
 from safetensors.torch import load_file
 from tests.tiny_models import FAMILIES, loss_of, tiny

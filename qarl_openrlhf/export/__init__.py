@@ -1,0 +1,1 @@
+"""A learner, or a checkpoint of its training, as a directory that `vllm serve` loads."""
