@@ -155,7 +155,7 @@ OF_A_RUN = {  # words of the call, and how the answer to them begins
     "hyperparameter": (["--objective.is_cap", "-1"], "tbpo: is_cap"),
     "flag": (["--rollout.top_p", "0.9"], "--rollout.top_p 0.9 samples from a truncated distribution"),
     "number": (["--actor.adam.lr", "-3e-6"], "--actor.adam.lr -3e-06 is out of range"),
-    "OpenRLHF's": (["--rollout.n_samples_per_prompt", "1"], "OpenRLHF refuses these flags: "),
+    "OpenRLHF's": (["--train.partial_rollout_enable"], "OpenRLHF refuses these flags: "),
     "unknown": (["--no_such_flag", "1"], "unrecognized arguments: --no_such_flag 1"),
 }
 
