@@ -14,15 +14,18 @@ class ActorProcessError(RuntimeError):
     """A process of the run ended by itself. Names what it was, its pid and host, the exit code or signal, the likely cause and the log."""
 
 
-def ended_actor(names: dict[str, str], args) -> ActorProcessError | None:
+def ended_actor(names: dict[str, str], args, *, earlier: frozenset[str] = frozenset()) -> ActorProcessError | None:
     """Of the first of the run's actors whose process ended by itself; None if none did.
 
     names: what the error calls an actor ("engine 0"), by its id in hex or, for those whose handle nobody has, by the name of its class.
+    earlier: ids of the actors of runs before in this process.
     """
     job = ray.get_runtime_context().get_job_id()
     dead = []
     for actor in ray._private.state.actors().values():
-        if (name := names.get(actor["ActorID"], names.get(actor["ActorClassName"]))) and actor["JobID"] == job and _by_itself(actor):
+        if actor["JobID"] != job or actor["ActorID"] in earlier:
+            continue
+        if (name := names.get(actor["ActorID"], names.get(actor["ActorClassName"]))) and _by_itself(actor):
             dead.append((actor["EndTime"], name, actor))
     if not dead:
         return None

@@ -33,6 +33,7 @@ def install(args, startup: Startup | None = None):
     ppo_trainer.PPOTrainer = ray.remote(trainer.QarlPPOTrainer).options(scheduling_strategy=here)
     ppo_trainer_async.PPOTrainerAsync = ray.remote(trainer.QarlPPOTrainerAsync).options(scheduling_strategy=here)
     names: dict[str, str] = {}  # of the run's actors, as ``ended_actor`` takes them
+    earlier = frozenset(ray._private.state.actors())
     vllm_engine.RolloutRayActor = _EngineFactory(ray.remote(QarlRolloutActor), args, startup, names)
     # The one call that ``create_vllm_engines`` makes: "sleep". Models are loaded when it is answered, but the processes that will
     # load them, and the controller, start and import beside the engines' own start.
@@ -59,18 +60,18 @@ def install(args, startup: Startup | None = None):
         try:
             train_ppo_ray.train(args)
         except ray.exceptions.RayError as error:
-            if ended := _why(error, names, args):
+            if ended := _why(error, names, args, earlier):
                 raise ended from None
             raise
 
     return train
 
 
-def _why(error: Exception, names: dict[str, str], args) -> Exception | None:
+def _why(error: Exception, names: dict[str, str], args, earlier: frozenset[str]) -> Exception | None:
     """The end of a process that ``error`` comes from. Whoever talks to a process learns of its end before Ray does, and an error
     of theirs may be here first."""
     until = time.monotonic() + SETTLED_S
-    while not (ended := ended_for_memory(error) or ended_actor(names, args)) and time.monotonic() < until:
+    while not (ended := ended_for_memory(error) or ended_actor(names, args, earlier=earlier)) and time.monotonic() < until:
         time.sleep(0.1)
     return ended
 

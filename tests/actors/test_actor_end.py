@@ -81,6 +81,16 @@ def test_an_actor_whose_handle_nobody_has_is_known_by_its_class(small_ray):
     assert ended_actor({"Another": "controller"}, ARGS) is None
 
 
+def test_a_run_before_in_this_process_is_not_named(small_ray):
+    actor, pid = start(Controller)
+    earlier = frozenset(ray._private.state.actors())
+    end(actor, pid, signal.SIGKILL)
+    assert ended_actor({"Controller": "controller"}, ARGS, earlier=earlier) is None
+    later, later_pid = start(Controller)
+    end(later, later_pid, signal.SIGKILL)
+    assert f"(pid {later_pid} " in str(ended_actor({"Controller": "controller"}, ARGS, earlier=earlier))
+
+
 def test_what_ray_ended_is_left_to_ray(small_ray):
     actor, _ = start()
     work = actor.work.remote()

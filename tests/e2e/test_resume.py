@@ -139,6 +139,7 @@ class Killer(threading.Thread):
                 title = command_line(process)
                 self.seen[title] = self.seen.get(title, 0) + 1
                 if title and self.phase(title.partition(".")[2], done, newest(self.actor), partial):
+                    self.pid = process.pid
                     process.kill()
                     process.wait(30)
                     return newest(self.actor)
@@ -152,8 +153,8 @@ def train_and_kill(wanted: dict, phase: str) -> int:
     ended = None
     try:
         train_qarl.main(argv(wanted))
-    except Exception as error:  # Ray's, whatever the controller was waiting for
-        ended = error
+    except SystemExit as error:  # the one line that names the killed learner
+        ended = str(error)
     finally:
         killer.over.set()
         killer.join()
@@ -161,6 +162,7 @@ def train_and_kill(wanted: dict, phase: str) -> int:
         raise killer.failed
     assert killer.saved is not None, f"the run ended before its learner was killed: {ended!r}; it was seen as {killer.seen}"
     assert ended is not None, "the run went on without its learner"
+    assert f"learner, rank 0: its process (pid {killer.pid} " in ended, ended
     assert 2 <= killer.saved < STEPS
     return killer.saved
 
