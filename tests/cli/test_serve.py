@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -91,6 +92,29 @@ def log_probs(address: str, ids: torch.Tensor) -> torch.Tensor:
     return torch.tensor([row[1:] for row in rows])
 
 
+class Served(NamedTuple):
+    """What a server over an export said. base: the BF16 directory; ids [B, L] with the learner's log-probs of them; said: a completion."""
+
+    base: str
+    ids: torch.Tensor
+    learner: torch.Tensor
+    comparison: v.Comparison
+    said: dict
+    address: str
+
+
+def served(tmp_path, scheme: str, hidden: int, *flags: str) -> Served:
+    """Export a tiny model, serve it and ask for the learner's text; the server has ended afterwards."""
+    base = save_tiny_model(tmp_path / "base", "qwen3", hidden=hidden)
+    export.main([base, "--out", str(tmp_path / "export"), "--scheme", scheme])
+    model, _ = load_learner(base, QuantScheme.parse(scheme))
+    ids = v.learner_text(model, LENGTH)
+    mine = v.learner_log_probs(model, ids)
+    with serve(tmp_path / "export", tmp_path / "serve.log", *flags) as address:
+        comparison = v.compare(log_probs(address, ids), mine)
+        return Served(base, ids, mine, comparison, post(address, prompt="1 + 1 =", max_tokens=4, temperature=0), address)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme, flags",
@@ -104,18 +128,12 @@ def log_probs(address: str, ids: torch.Tensor) -> torch.Tensor:
     ids=["bf16", "w8a8", "w4a16", "w4a16-qarl"],
 )  # fmt: skip
 def test_served_log_probs_are_the_learners(tmp_path, scheme, flags):
-    base = save_tiny_model(tmp_path / "base", "qwen3", hidden=128)  # heads of 32: vLLM's smallest in BF16 on a CPU
-    export.main([base, "--out", str(tmp_path / "export"), "--scheme", scheme])
-    model, _ = load_learner(base, QuantScheme.parse(scheme))
-    ids = v.learner_text(model, LENGTH)
-    mine = v.learner_log_probs(model, ids)
-    with serve(tmp_path / "export", tmp_path / "serve.log", *flags) as address:
-        comparison = v.compare(log_probs(address, ids), mine)
-        said = post(address, prompt="1 + 1 =", max_tokens=4, temperature=0)
+    found = served(tmp_path, scheme, 128, *flags)  # heads of 32: vLLM's smallest in BF16 on a CPU
+    comparison = found.comparison
     print(f"{scheme} {'by our method' if flags else 'by vLLM'}: {comparison}")
     assert comparison.mean < v.TOLERANCE
     if scheme.startswith("w4a16"):  # and not the BF16 weights', which are further away (those of 8 bits are not)
-        plain, _ = load_learner(base, QuantScheme.parse("bf16"))
-        assert v.compare(v.learner_log_probs(plain, ids), mine).mean > 2 * comparison.mean
-    assert said["usage"]["completion_tokens"] == 4 and said["choices"][0]["text"]
-    assert not _answers(address)
+        plain, _ = load_learner(found.base, QuantScheme.parse("bf16"))
+        assert v.compare(v.learner_log_probs(plain, found.ids), found.learner).mean > 2 * comparison.mean
+    assert found.said["usage"]["completion_tokens"] == 4 and found.said["choices"][0]["text"]
+    assert not _answers(found.address)
