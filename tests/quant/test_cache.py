@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from qarl_openrlhf.config import default_cache
 from qarl_openrlhf.quant import QuantScheme
 from qarl_openrlhf.quant.convert import convert_model, quantized_layers
 from tests.tiny_models import LINEARS, MOE_LAYERS, tiny, tiny_moe, tokens
@@ -115,3 +116,11 @@ def test_a_parameter_that_is_gone_is_not_held():
     assert old() is None and not layer.is_packed()
     torch.optim.SGD([layer.weight], lr=0.1).step()  # forgets what was made from it
     assert model.quant_cache.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "zero, device, scheme, mode",
+    [(2, "cuda", "w4a16", "dequant"), (3, "cuda", "w4a16", "packed"), (3, "cpu", "w8a8", "dequant"), (2, "cuda", "w4a16:rollout", "packed"), (3, "cpu", "w8a8:rollout", "packed")],
+)  # fmt: skip
+def test_no_copy_is_kept_where_training_multiplies_none(zero, device, scheme, mode):
+    assert default_cache(zero, device, QuantScheme.parse(scheme)) == mode
