@@ -6,9 +6,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
+import transformers  # its names are loaded where they are used: they import what models are made of
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qarl_openrlhf.export.training_checkpoint import find_deepspeed, is_huggingface, read_deepspeed
 from qarl_openrlhf.export.write import export_checkpoint
@@ -38,7 +38,7 @@ def bf16_directory(source: str, out: str | Path, *, model: str | None = None, ta
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     with torch.device("meta"):
-        expected = {n: p.shape for n, p in AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).named_parameters()}
+        expected = {n: p.shape for n, p in transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).named_parameters()}
     tensors = {name: tensor for name, tensor in tensors.items() if name in expected or "rotary" not in name}
     wrong = [n for n in expected.keys() | tensors.keys() if n not in tensors or expected.get(n) != tensors[n].shape]
     if wrong:
@@ -116,7 +116,7 @@ def _is_path(source: str) -> bool:
 def _model(directory: str) -> nn.Module:
     """QuantError also for weights that are missing or of another shape: transformers would put random ones in their place."""
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except Exception as error:  # no or cut-off safetensors, a config that makes no model: many classes
@@ -129,10 +129,10 @@ def _model(directory: str) -> nn.Module:
     return model
 
 
-def _generation_config(source: str) -> GenerationConfig | None:
+def _generation_config(source: str) -> transformers.GenerationConfig | None:
     """The model's own, whose end tokens an engine stops at besides the tokenizer's; None without one."""
     try:
-        return GenerationConfig.from_pretrained(source)
+        return transformers.GenerationConfig.from_pretrained(source)
     except Exception:  # none, or a broken one: what is made from config.json does
         return None
 
@@ -142,6 +142,6 @@ def _tokenizer(source: str):
     if Path(source).is_dir() and not any(path for pattern in TOKENIZER_FILES for path in Path(source).glob(pattern)):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return transformers.AutoTokenizer.from_pretrained(source)
     except Exception:  # none, or a broken one; weights alone are an export, too: vLLM then needs --tokenizer
         return None

@@ -9,7 +9,6 @@ Each stacked parameter is quantized in one call, each expert with its own group 
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from qarl_openrlhf.kernels import grouped, moe
 from qarl_openrlhf.quant.cache import QuantCache
@@ -107,6 +106,9 @@ def check(module: nn.Module, name: str) -> None:
 
 def attach(module: nn.Module, schemes: dict[str, QuantScheme | None], *, name: str, cache: QuantCache) -> None:
     """Give a block of experts its low-bit forward. schemes: by projection; None leaves one unquantized."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # half of what a command's start would import otherwise
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
     module.quant_experts = QuantExperts(module, schemes, name=name, cache=cache)
     module.config._experts_implementation = IMPLEMENTATION
 
@@ -133,6 +135,3 @@ def _float32_weights(router: nn.Module, _args, output: tuple[Tensor, Tensor, Ten
 def _experts_forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """transformers' interface of an experts implementation."""
     return module.quant_experts(x, ids, weights)
-
-
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)

@@ -53,6 +53,7 @@ def test_what_native_libraries_do_when_the_interpreter_is_gone_is_not_reached(la
 SIGNALLED = """
 import os, signal, sys, threading, time
 from qarl_openrlhf.cli.ending import SignalEnding
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, also by what it starts
 {before}
 with SignalEnding("command") as ending:
     ending.advice = lambda: ": advice"

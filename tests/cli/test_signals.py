@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -53,11 +54,13 @@ def signalled(command: str, number: signal.Signals, moment: str, model: str, dir
 )
 @pytest.mark.parametrize("number, word", [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")])
 def test_one_line_and_nothing_left(model, tmp_path, command, moments, number, word):
-    directory = tmp_path / "d"
-    directory.mkdir()
-    for moment in moments:
-        done = signalled(command, number, moment, model, directory)
-        line = f"{command}: {word} ({number.name})"
+    directories = [tmp_path / moment for moment in moments]
+    for directory in directories:
+        directory.mkdir()
+    with ThreadPoolExecutor() as side_by_side:
+        all_done = list(side_by_side.map(lambda moment: signalled(command, number, moment, model, tmp_path / moment), moments))
+    line = f"{command}: {word} ({number.name})"
+    for moment, directory, done in zip(moments, directories, all_done, strict=True):
         assert (done.returncode, done.stderr.splitlines()[-1]) == (128 + number, line), (moment, done.stderr[-2000:])
         assert "Traceback" not in done.stderr, moment
         assert not list(directory.iterdir()), moment

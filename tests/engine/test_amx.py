@@ -31,7 +31,11 @@ def test_a_w4a16_checkpoint_keeps_its_activations():
     given = {name: value for name, value in os.environ.items() if name != "VLLM_CPU_INT4_W4A8"}
     runs = "from qarl_openrlhf import runtime; runtime.set_environment('cpu')"
     serve = "import sys; sys.argv = ['x', '--help']; from qarl_openrlhf.patches import vllm_cpu\ntry: vllm_cpu.main()\nexcept SystemExit: pass"
-    for program in (runs, serve):
-        program += "\nimport os; from vllm import envs; print('W4A8', os.environ['VLLM_CPU_INT4_W4A8'], envs.VLLM_CPU_INT4_W4A8)"
-        done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, timeout=300)
-        assert "W4A8 0 False" in done.stdout, done.stderr[-2000:]
+    told = "\nimport os; from vllm import envs; print('W4A8', os.environ['VLLM_CPU_INT4_W4A8'], envs.VLLM_CPU_INT4_W4A8)"
+    begun = [
+        subprocess.Popen([sys.executable, "-c", program + told], env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for program in (runs, serve)
+    ]
+    for process in begun:
+        out, errors = process.communicate(timeout=300)
+        assert "W4A8 0 False" in out, errors[-2000:]

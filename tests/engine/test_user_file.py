@@ -91,7 +91,7 @@ class Engine:
         pass
 
 
-@pytest.mark.parametrize("case", BODIES)
+@pytest.mark.parametrize("case", ["raises", "several lines", "exit"])  # what Ray might change: an exception, its lines, and no exception
 def test_the_driver_says_it_in_one_line(small_ray, tmp_path, case):
     source, line, words = BODIES[case]
     path = tmp_path / "boom.py"
