@@ -4,17 +4,15 @@ All our actor classes stay plain at module level and are wrapped by ``ray.remote
 them by reference, so that the worker imports this package, which applies the patches.
 """
 
-import os
 import socket
 
-import torch
 from openrlhf.trainer.ray import launcher, ppo_critic
 
+from qarl_openrlhf.actors.cores import use_cores
 from qarl_openrlhf.actors.micro_batches import keep_whole_steps
 from qarl_openrlhf.checkpoint.state import set_random_state
 from qarl_openrlhf.patches import liger
 from qarl_openrlhf.patches.rotary import restore_frequencies
-from qarl_openrlhf.runtime import available_cpus
 
 
 def plain_class(actor_class) -> type:
@@ -40,17 +38,6 @@ class KeepsPort:
         if self._kept:
             self._kept.close()
         super()._setup_distributed(strategy)
-
-
-def use_cores(args, group) -> None:
-    """Give the learner's arithmetic on the processor its cores; Ray sets one thread per requested CPU, and one for a fraction.
-
-    group: ``args.actor`` or ``args.critic``, whichever this process is of.
-    """
-    if not torch.cuda.is_available():  # learner and engine take turns, so each may use all cores
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", available_cpus())))
-    elif args.ds.adam_offload and int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:
-        torch.set_num_threads(max(1, available_cpus() // group.num_gpus_per_node))
 
 
 class ReferenceModelActor(KeepsPort, plain_class(launcher.ReferenceModelActor)):

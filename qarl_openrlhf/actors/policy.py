@@ -6,8 +6,9 @@ import torch
 from openrlhf.trainer.ray import ppo_actor, ppo_critic
 
 from qarl_openrlhf.actors import asleep, moving_average
+from qarl_openrlhf.actors.cores import use_cores
 from qarl_openrlhf.actors.learner import QarlActorTrainer
-from qarl_openrlhf.actors.model_workers import KeepsPort, plain_class, resume_random_state, use_cores
+from qarl_openrlhf.actors.model_workers import KeepsPort, plain_class, resume_random_state
 from qarl_openrlhf.export.write import export_checkpoint
 from qarl_openrlhf.patches import liger, zero3_loading
 from qarl_openrlhf.planning.paths import quantized_directory

@@ -103,10 +103,13 @@ class StepLearner:
 
     def __init__(self, args, config, device: str):
         patches.apply()
+        from qarl_openrlhf.actors.cores import use_cores
         from qarl_openrlhf.actors.learner import QarlActorTrainer
         from qarl_openrlhf.actors.strategy import make_strategy
 
         self.args = args
+        if device == "cuda":  # an optimizer in main memory gets the cores that a run gives it
+            use_cores(args, args.actor)
         strategy = make_strategy(args)
         strategy.setup_distributed()
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
