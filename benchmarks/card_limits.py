@@ -11,7 +11,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from qarl_openrlhf.cli import dry_run, train_qarl
-from qarl_openrlhf.planning.memory import GIB, ModelShape, cache_bytes, complete, estimate
+from qarl_openrlhf.planning.memory import complete, estimate
+from qarl_openrlhf.planning.model_shape import ModelShape, cache_bytes
+from qarl_openrlhf.planning.parts import GIB
 from qarl_openrlhf.planning.positions import load_config
 from qarl_openrlhf.quant.scheme import QuantScheme
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from qarl_openrlhf.planning.architecture import meta_model
-from qarl_openrlhf.planning.memory import GIB, ModelShape, learner_tensors
+from qarl_openrlhf.planning.memory import learner_tensors
+from qarl_openrlhf.planning.model_shape import ModelShape
+from qarl_openrlhf.planning.parts import GIB
 from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 from qarl_openrlhf.report import load_run

@@ -5,7 +5,7 @@ Bounds, not forecasts: what a phase takes beside its bound is launch gaps, atten
 
 from dataclasses import dataclass
 
-from qarl_openrlhf.planning.memory import ModelShape, packed_bytes
+from qarl_openrlhf.planning.model_shape import ModelShape, packed_bytes
 from qarl_openrlhf.quant.scheme import QuantScheme
 
 

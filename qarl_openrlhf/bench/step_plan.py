@@ -11,7 +11,9 @@ from qarl_openrlhf.bench.step_workload import Workload
 from qarl_openrlhf.config import ConfigError, check_card
 from qarl_openrlhf.optim.groups import matrix_shapes
 from qarl_openrlhf.planning.architecture import meta_model
-from qarl_openrlhf.planning.memory import CONTEXT, ENGINE_WORK, ModelShape, estimate, gib, kv_bytes_per_token, packed_bytes
+from qarl_openrlhf.planning.memory import ENGINE_WORK, estimate
+from qarl_openrlhf.planning.model_shape import ModelShape, kv_bytes_per_token, packed_bytes
+from qarl_openrlhf.planning.parts import CONTEXT, gib
 from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 

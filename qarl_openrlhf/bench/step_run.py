@@ -26,7 +26,8 @@ from qarl_openrlhf.bench.step_plan import (
 from qarl_openrlhf.bench.step_results import Budget, Results
 from qarl_openrlhf.bench.step_workload import Workload
 from qarl_openrlhf.config import ConfigError
-from qarl_openrlhf.planning.memory import GIB, kv_bytes_per_token
+from qarl_openrlhf.planning.model_shape import kv_bytes_per_token
+from qarl_openrlhf.planning.parts import GIB
 
 # Of a card, for depths that are chosen here: several models one after the other leave the allocator's memory in pieces (13 to 18 of
 # 140 GiB were reserved and could not be given out).

@@ -5,7 +5,9 @@ from qarl_openrlhf.bench.step_plan import Model
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.architecture import meta_model
 from qarl_openrlhf.planning.host_memory import ENGINE, PROCESS, REST
-from qarl_openrlhf.planning.memory import CONTEXT, ENGINE_WORK, USABLE, cache_bytes, gib, packed_bytes, rebuilt_bytes, staging_bytes
+from qarl_openrlhf.planning.memory import ENGINE_WORK
+from qarl_openrlhf.planning.model_shape import cache_bytes, packed_bytes, rebuilt_bytes, staging_bytes
+from qarl_openrlhf.planning.parts import CONTEXT, USABLE, gib
 from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 

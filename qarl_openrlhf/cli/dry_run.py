@@ -8,7 +8,8 @@ from qarl_openrlhf.objectives import objective_hyperparameters
 from qarl_openrlhf.planning import experts, places
 from qarl_openrlhf.planning.architecture import check_config, check_heads, meta_model
 from qarl_openrlhf.planning.host_memory import host_report
-from qarl_openrlhf.planning.memory import ModelShape, estimate
+from qarl_openrlhf.planning.memory import estimate
+from qarl_openrlhf.planning.model_shape import ModelShape
 from qarl_openrlhf.planning.placement import check_placement
 from qarl_openrlhf.planning.positions import check_positions, load_config
 from qarl_openrlhf.planning.report import card_bytes, main_memory_notes, memory_report
@@ -34,7 +35,7 @@ def describe(args, resources, defaults: dict | None = None) -> tuple[str, list[s
         memory = f"not estimated: {type(model).__name__} is built otherwise than the decoders known here ({error})"
         problems = []
     else:
-        memory, problems = memory_report(args, shape)
+        memory, problems = memory_report(args, shape, _critic_shape(args))
     samples = args.rollout.batch_size * args.rollout.n_samples_per_prompt
     title = "flags:" if defaults is None else "flags that differ from their defaults (--dry_run_all shows all):"
     sections = [
@@ -61,7 +62,7 @@ def main_memory_problems(args) -> list[str]:
     if args.device != "cpu":
         return []
     shape = _shape(args)
-    return host_report(args, shape)[1] if shape else []
+    return host_report(args, shape, _critic_shape(args))[1] if shape else []
 
 
 def offload_notes(args) -> list[str]:
@@ -69,7 +70,7 @@ def offload_notes(args) -> list[str]:
     if args.device == "cpu" or not (args.ds.adam_offload or args.ds.enable_sleep or args.vllm.enable_sleep):
         return []
     shape = _shape(args)
-    return main_memory_notes(max(one.host for one in estimate(args, shape))) if shape else []
+    return main_memory_notes(max(one.host for one in estimate(args, shape, _critic_shape(args)))) if shape else []
 
 
 def engine_places(args) -> list[str]:
@@ -130,9 +131,24 @@ def _planned(args, config) -> tuple[torch.nn.Module, ConversionReport]:
 def _shape(args) -> ModelShape | None:
     """None of another kind of model than the estimate knows."""
     config = load_config(args)
-    planned = _planned(args, config)
+    return _known(*_planned(args, config), config)
+
+
+def _critic_shape(args) -> ModelShape | None:
+    """The same of the critic's model, which has a number a token in place of an lm_head; None of a run without one."""
+    name = args.critic.model_name_or_path
+    if not name:
+        return None
+    config = load_config(args, "critic")
+    model = meta_model(config, name, "critic")
+    if hasattr(model, "lm_head"):
+        del model.lm_head
+    return _known(model, convert_model(model, QuantScheme.parse("bf16")), config)
+
+
+def _known(model, plan, config) -> ModelShape | None:
     try:
-        return ModelShape.of(*planned, config)
+        return ModelShape.of(model, plan, config)
     except AttributeError:
         return None
 

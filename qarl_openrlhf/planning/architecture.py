@@ -6,10 +6,10 @@ from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.positions import load_config
 
 
-def check_config(config, name: str, tp: int = 1) -> None:
+def check_config(config, name: str, tp: int = 1, role: str = "actor") -> None:
     """ConfigError for sizes that make no model, or whose heads do not divide by the engine's tensor parallel size."""
     text = config.get_text_config()
-    owner = f"--actor.model_name_or_path {name}: config.json"
+    owner = f"--{role}.model_name_or_path {name}: config.json"
     for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         value = getattr(text, field, 1)
         if not isinstance(value, int) or value < 1:
@@ -43,14 +43,14 @@ def check_heads(args) -> None:
         )
 
 
-def meta_model(config, name: str) -> torch.nn.Module:
+def meta_model(config, name: str, role: str = "actor") -> torch.nn.Module:
     """The model on the meta device: names and shapes."""
     from transformers import AutoModelForCausalLM
 
-    check_config(config, name)
+    check_config(config, name, role=role)
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=True)
     except Exception as error:  # whatever a wrong value makes of the model's own code
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(f"--actor.model_name_or_path {name}: its config.json makes no causal language model ({reason})") from error
+        raise ConfigError(f"--{role}.model_name_or_path {name}: its config.json makes no causal language model ({reason})") from error

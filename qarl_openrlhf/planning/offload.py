@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qarl_openrlhf.planning.memory import ModelShape
+    from qarl_openrlhf.planning.model_shape import ModelShape
 
 SUB_GROUP = 1_000_000_000  # of ZeRO-3: weights of a rank after which a piece of the optimizer ends, with a whole tensor
 MOMENT_8BIT = (1, 4 / 256)  # bytes a weight of an 8-bit moment's two tensors: codes, and float32 scales of 256

@@ -4,7 +4,8 @@ import json
 import math
 
 from qarl_openrlhf.engine.engine_args import engine_args
-from qarl_openrlhf.planning.memory import AT_ONCE, SAMPLED, ModelShape, complete, estimate, kv_bytes_per_token
+from qarl_openrlhf.planning.memory import AT_ONCE, SAMPLED, complete, estimate
+from qarl_openrlhf.planning.model_shape import ModelShape, kv_bytes_per_token
 
 MOST = 512  # logits of more take gigabytes of a large vocabulary, and decoding is bound by arithmetic then, not by the weights
 LONGEST = 4  # times as long as a response on average is the longest, about

@@ -40,21 +40,22 @@ def with_positions(config: dict, max_positions: int | None, rope_theta: float | 
     return config
 
 
-def load_config(args):
-    """The Hugging Face config of ``--actor.model_name_or_path`` with the overrides applied. ConfigError if there is none."""
+def load_config(args, role: str = "actor"):
+    """The Hugging Face config of a role's ``--ROLE.model_name_or_path``, with the overrides where it is the policy's. ConfigError if there is none."""
     from transformers import AutoConfig
 
-    name = args.actor.model_name_or_path
+    name = getattr(args, role).model_name_or_path
+    flag = f"--{role}.model_name_or_path {name}"
     if looks_local(name) and not os.path.isdir(name):
-        raise ConfigError(f"--actor.model_name_or_path {name} is not a directory: give a model's directory, or a name on the hub")
+        raise ConfigError(f"{flag} is not a directory: give a model's directory, or a name on the hub")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--actor.model_name_or_path {name}: {error}") from None
+        raise ConfigError(f"{flag}: {error}") from None
     except Exception as error:  # transformers lets through whatever a broken config.json makes of its code
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(f"--actor.model_name_or_path {name}: its config.json cannot be used ({reason})") from error
-    if not overridden(args):
+        raise ConfigError(f"{flag}: its config.json cannot be used ({reason})") from error
+    if name != args.actor.model_name_or_path or not overridden(args):
         return config
     fields = with_positions(config.to_dict(), args.model.max_positions, args.model.rope_theta)
     return type(config).from_dict(fields)

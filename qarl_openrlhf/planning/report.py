@@ -4,7 +4,9 @@ import torch
 
 from qarl_openrlhf.planning.host_memory import host_report
 from qarl_openrlhf.planning.machine import machine_bytes
-from qarl_openrlhf.planning.memory import GIB, Estimate, ModelShape, complete, estimate, gib
+from qarl_openrlhf.planning.memory import complete, estimate
+from qarl_openrlhf.planning.model_shape import ModelShape
+from qarl_openrlhf.planning.parts import GIB, Estimate, gib
 
 
 def card_bytes(args) -> int | None:
@@ -16,15 +18,15 @@ def card_bytes(args) -> int | None:
     return None
 
 
-def memory_report(args, shape: ModelShape) -> tuple[str, list[str]]:
-    """(table, problems): bytes a GPU by part and phase, or of main memory on a CPU.
+def memory_report(args, shape: ModelShape, critic: ModelShape | None = None) -> tuple[str, list[str]]:
+    """(table, problems): bytes a GPU by part and phase, or of main memory on a CPU; critic: its model, of a run that has one.
 
     Every problem names the part to lower and the flag for it.
     """
     if args.device == "cpu":
-        return host_report(args, shape)
+        return host_report(args, shape, critic)
     card = card_bytes(args)
-    estimates = estimate(args, shape)
+    estimates = estimate(args, shape, critic)
     problems = complete(estimates, args, shape, card)
     lines = []
     for one in estimates:

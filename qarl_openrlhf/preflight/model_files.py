@@ -5,7 +5,6 @@ The reference model is the policy's directory; a critic and a reward model have 
 
 import json
 import os
-from types import SimpleNamespace
 
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning.architecture import check_config, meta_model
@@ -46,16 +45,12 @@ def check_critic_and_reward_model(args) -> None:
         flag = f"{role}.model_name_or_path"
         if not name or name == policy or not _is_directory(flag, name):
             continue
-        try:
-            given = SimpleNamespace(model_name_or_path=name)
-            config = load_config(SimpleNamespace(actor=given, model=SimpleNamespace(max_positions=None, rope_theta=None)))
-            check_config(config, name)
-            _check_not_quantized(f"--{flag} {name}", config)
-            shapes = tensor_shapes(f"--{flag} {name}", name)
-            if shapes is not None and config.model_type in PLAIN_NAMES:
-                _compare(f"--{flag} {name}", config, meta_model(config, name), {HEAD: _head(config)} | shapes)
-        except ConfigError as error:  # what reads a config.json names the policy's flag
-            raise ConfigError(str(error).replace("--actor.model_name_or_path", f"--{flag}")) from error
+        config = load_config(args, role)
+        check_config(config, name, role=role)
+        _check_not_quantized(f"--{flag} {name}", config)
+        shapes = tensor_shapes(f"--{flag} {name}", name)
+        if shapes is not None and config.model_type in PLAIN_NAMES:
+            _compare(f"--{flag} {name}", config, meta_model(config, name, role), {HEAD: _head(config)} | shapes)
 
 
 def _head(config) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 from qarl_openrlhf.checkpoint import flags, manifest
 from qarl_openrlhf.checkpoint.errors import CheckpointError
@@ -77,13 +76,4 @@ def how_to_resume(args) -> str:
 def _facts(args, role: str) -> dict:
     """What the run has of a model's facts; its processes are those of its own group."""
     group = getattr(args, role)
-    return facts_of(args, role, _config(args, role)) | {"world_size": group.num_nodes * group.num_gpus_per_node}
-
-
-def _config(args, role: str):
-    if role == "actor" or args.critic.model_name_or_path == args.actor.model_name_or_path:
-        return load_config(args)
-    try:
-        return load_config(SimpleNamespace(actor=args.critic, model=SimpleNamespace(max_positions=None, rope_theta=None)))
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("--actor.", "--critic.")) from error
+    return facts_of(args, role, load_config(args, role)) | {"world_size": group.num_nodes * group.num_gpus_per_node}

@@ -31,31 +31,71 @@ def storages() -> dict[int, int]:
     return found
 
 
-def measure(learner, items, world: int, before: dict) -> dict[str, int]:
-    """While gradients accumulate, just before an optimizer step (the second: the first makes the state), after a publish."""
+def live(before: dict) -> int:
+    return sum(size for address, size in storages().items() if address not in before)
 
-    def live() -> int:
-        return sum(size for address, size in storages().items() if address not in before)
 
-    for item in items:
-        learner.replay_buffer.append(item)
-    at, calls, step, window = {}, [], learner.strategy.optimizer_step, WINDOW // world
+def watch(strategy, world: int, before: dict) -> dict[str, int]:
+    """To be filled in: while gradients accumulate, and just before an optimizer step (the second: the first makes the state)."""
+    at, calls, step, window = {}, [], strategy.optimizer_step, WINDOW // world
 
     def watched(*args, **kwargs):
         calls.append(None)
         if len(calls) == window + 1:
-            at["accumulating"] = live()
+            at["accumulating"] = live(before)
         if len(calls) == 2 * window:
-            at["step"] = live()
+            at["step"] = live(before)
         return step(*args, **kwargs)
 
-    learner.strategy.optimizer_step = watched
+    strategy.optimizer_step = watched
+    return at
+
+
+def measure(learner, items, world: int, before: dict) -> dict[str, int]:
+    """The two moments of a step, and after a publish."""
+    for item in items:
+        learner.replay_buffer.append(item)
+    at = watch(learner.strategy, world, before)
     learner.ppo_train(0.0)
     learner.replay_buffer.clear()
     for published in learner.publishing.tensors():
         del published
-    at["published"] = live()
+    at["published"] = live(before)
     return at
+
+
+def critic_flags(stage: int, optimizer: str, offloaded: bool, world: int) -> dict:
+    wanted = flags(stage, "none", "adam", offloaded, world)  # the policy's own optimizer must not count
+    return wanted | {
+        "critic__optim": optimizer, "critic__num_gpus_per_node": world, "critic__muon__lr": 1e-3, "critic__adam__lr": 1e-3,
+        "quant__scheme": "bf16", "algo__advantage__estimator": "gae",
+    }  # fmt: skip
+
+
+CRITICS = [(1, "adam", False), (2, "adam", False), (3, "adam", False), (2, "muon", False), (3, "muon", True)]
+
+
+def critics(rank: int, world: int, model: str, out: str) -> None:
+    from qarl_openrlhf.actors.model_workers import CriticModelActor
+    from qarl_openrlhf.actors.strategy import make_strategy
+    from tests.actors.conftest import learner_args, make_rollout
+
+    items = make_rollout(count=2 * WINDOW // world)
+    for item in items:
+        item.values, item.returns = torch.zeros_like(item.advantages), item.advantages
+    results = {}
+    for case in CRITICS:
+        before = storages()
+        args = learner_args(model, **critic_flags(*case, world))
+        actor = CriticModelActor.__new__(CriticModelActor)
+        actor._setup_distributed = lambda strategy: strategy.setup_distributed()
+        actor.strategy = strategy = make_strategy(args)
+        actor.init_model_from_pretrained(strategy, args.critic.model_name_or_path, 100)
+        for item in items:
+            actor.append(item)
+        results[case] = watch(strategy, world, before)
+        actor.fit()
+    torch.save(results, f"{out}.{rank}")
 
 
 def main(rank: int, world: int, model: str, out: str) -> None:

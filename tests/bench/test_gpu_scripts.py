@@ -197,7 +197,9 @@ def test_the_table_of_recipe_runs_puts_memory_beside_the_estimate(tmp_path):
     from qarl_openrlhf.checkpoint.flags import flatten
     from qarl_openrlhf.cli import train_qarl
     from qarl_openrlhf.planning.architecture import meta_model
-    from qarl_openrlhf.planning.memory import GIB, ModelShape, learner_tensors
+    from qarl_openrlhf.planning.memory import learner_tensors
+    from qarl_openrlhf.planning.model_shape import ModelShape
+    from qarl_openrlhf.planning.parts import GIB
     from qarl_openrlhf.quant import QuantScheme
     from qarl_openrlhf.quant.convert import convert_model
     from tests.e2e.conftest import argv

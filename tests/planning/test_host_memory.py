@@ -14,7 +14,9 @@ from qarl_openrlhf.optim.exchange import peak_bytes
 from qarl_openrlhf.planning import host_memory, machine
 from qarl_openrlhf.planning.architecture import meta_model
 from qarl_openrlhf.planning.host_memory import GIB, LOGITS, host_parts, host_report
-from qarl_openrlhf.planning.memory import ModelShape, estimate, layer_activations, micro_batch_tokens
+from qarl_openrlhf.planning.learner_memory import micro_batch_tokens
+from qarl_openrlhf.planning.memory import estimate
+from qarl_openrlhf.planning.model_shape import ModelShape, layer_activations
 from qarl_openrlhf.quant.convert import convert_model
 from qarl_openrlhf.quant.scheme import QuantScheme
 from tests.e2e.conftest import argv, flags, prompts, tiny_model  # noqa: F401  fixtures

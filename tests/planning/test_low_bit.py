@@ -6,7 +6,9 @@ import pytest
 
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.planning import low_bit
-from qarl_openrlhf.planning.memory import GIB, ModelShape, estimate
+from qarl_openrlhf.planning.memory import estimate
+from qarl_openrlhf.planning.model_shape import ModelShape
+from qarl_openrlhf.planning.parts import GIB
 from tests.e2e.conftest import argv
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -10,8 +10,9 @@ import torch
 from qarl_openrlhf.bench import sync, sync_room
 from qarl_openrlhf.bench.step_plan import Model
 from qarl_openrlhf.optim.exchange import peak_bytes
-from qarl_openrlhf.planning import memory, offload
-from qarl_openrlhf.planning.memory import GIB, Estimate, ModelShape, Part, cache_bytes, packed_bytes
+from qarl_openrlhf.planning import learner_memory, memory, offload
+from qarl_openrlhf.planning.model_shape import ModelShape, cache_bytes, packed_bytes
+from qarl_openrlhf.planning.parts import GIB, Estimate, Part
 from qarl_openrlhf.quant.convert import convert_model, published_tensors
 from qarl_openrlhf.quant.scheme import QuantScheme
 from tests.tiny_models import make_model
@@ -82,7 +83,7 @@ def test_tied_embeddings_count_once():
 def test_logits_of_a_chunk(kernel, chunk, a_logit, sums):
     _, shape = converted("qwen3", "w4a16:g64", "packed")
     args = N(actor=N(logprob_chunk=chunk), quant=N(kernel=kernel))
-    part = memory._logits(args, shape, 256, "training", "micro-batch")
+    part = learner_memory._logits(args, shape, 256, "training", "micro-batch")
     assert part.bytes == a_logit * shape.vocabulary * min(256, chunk or 256) + sums * 6 * shape.vocabulary * shape.hidden
 
 
@@ -137,7 +138,7 @@ def test_8_bit_moments_that_sleep_are_counted_as_such():
 def test_a_bucket_of_gradients_is_no_larger_than_the_model():
     def bucket(weights: int, stage: int, overlap: bool) -> int:
         phases = memory.PHASES
-        parts = memory._gradients(weights, 1000, 1, stage, False, overlap, phases, phases, "")
+        parts = learner_memory._gradients(weights, 1000, 1, stage, False, overlap, phases, phases, "")
         return next(part.bytes for part in parts if part.name == "reduce bucket")
 
     assert bucket(135 * 10**6, 3, False) == 2 * 135 * 10**6

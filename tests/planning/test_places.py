@@ -5,7 +5,7 @@ import json
 from qarl_openrlhf.cli import train_qarl
 from qarl_openrlhf.cli.dry_run import _planned
 from qarl_openrlhf.planning import memory
-from qarl_openrlhf.planning.memory import GIB
+from qarl_openrlhf.planning.parts import GIB
 from qarl_openrlhf.planning.positions import load_config
 
 from .test_recipes import CONFIGS, command_of

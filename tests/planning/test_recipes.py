@@ -180,7 +180,7 @@ def test_parameters_are_counted(recipe):
     import torch
 
     from qarl_openrlhf.cli import dry_run
-    from qarl_openrlhf.planning.memory import ModelShape
+    from qarl_openrlhf.planning.model_shape import ModelShape
     from qarl_openrlhf.planning.positions import load_config
 
     args, _, _ = train_qarl.resolve(command_of(recipe, "qarl"))
