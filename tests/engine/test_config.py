@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import ray
+import torch
 from vllm import AsyncEngineArgs
 
 from qarl_openrlhf.engine import plugin
@@ -61,6 +62,23 @@ def test_a_layer_that_does_not_fit_is_named_when_the_engine_is_built():
     layer = type("Layer", (), {"tp_size": 1})()
     with pytest.raises(QuantError, match="down_proj .*w4a16:g64"):
         method.create_weights(layer, 192, [128], 192, 128, None, weight_loader=None)
+
+
+def test_a_layer_that_a_checkpoint_leaves_unquantized_is_named_and_not_read_as_codes(monkeypatch):
+    """An export with --skip, evaluated with --engine qarl: BF16 weights in int8 parameters would be zeros, without a word."""
+    from qarl_openrlhf.engine.cpu_method import QarlLinearMethod
+
+    for what, value in (("rank", 0), ("world_size", 1)):  # vLLM's parameters ask for them
+        monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{what}", lambda value=value: value)
+    name, taken = "model.layers.0.self_attn.qkv_proj", []
+    method = QarlLinearMethod(QuantScheme.parse("w8a8"), name)
+    weight = method.parameters([32, 16, 16], 64, torch.bfloat16, lambda parameter, *loaded: taken.append(loaded))["weight"]
+    codes = torch.ones(16, 64, dtype=torch.int8)
+    weight.weight_loader(weight, codes, "k")
+    assert taken == [(codes, "k")]
+    with pytest.raises(QuantError, match=f"{name}: the checkpoint has a weight of torch.bfloat16"):
+        weight.weight_loader(weight, codes.bfloat16(), "k")
+    assert len(taken) == 1
 
 
 def test_experts_of_another_form_are_refused_by_layer_name():
