@@ -134,7 +134,7 @@ def test_states():
         await asyncio.sleep(0.02)
         assert not waiting.done()
         state.complete(3)
-        await waiting
+        failures = await waiting
         state.begin(4)
         await refused("UPDATING")  # but not for ever
         waiting = asyncio.create_task(state.wait_ready("engine 7", 10))
@@ -142,6 +142,13 @@ def test_states():
         state.fail("broken")
         with pytest.raises(EngineNotReady, match="broken"):
             await waiting
+        with pytest.raises(EngineNotReady, match="engine 7 aborted a request.*broken"):
+            state.require_whole("engine 7", failures)  # of a request that was let in before it broke
+        state.begin(5)
+        state.complete(5)
+        with pytest.raises(EngineNotReady, match="another one has been published since"):
+            state.require_whole("engine 7", failures)
+        state.require_whole("engine 7", await state.wait_ready("engine 7", 10))
 
     asyncio.run(check())
 
