@@ -129,7 +129,7 @@ class QarlRolloutActor(_RolloutActor):
         EngineNotReady unless the weights are READY. A request that arrives during an update of a live engine waits for its
         end; one in flight is frozen and goes on under the new weights, or is aborted, with EngineNotReady, if it fails.
         """
-        await self.weights.wait_ready(self.name, self.timeout_s)
+        failures = await self.weights.wait_ready(self.name, self.timeout_s)
         version = self.weights.version
         params = self._prepared(sampling_params)
         params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -145,6 +145,7 @@ class QarlRolloutActor(_RolloutActor):
         if output is None or output.outputs[0].finish_reason == "abort":
             why = f"weights are {self.weights.state.value} ({self.weights.reason})"
             raise EngineNotReady(f"{self.name} aborted a request: {why}")
+        self.weights.require_whole(self.name, failures)
         output.weight_versions, output.weight_version = versions, min(versions, default=version)
         if late_text or (with_text and ended_by_token(output.outputs[0])):
             # A stop string belongs to the response (_prepared), an EOS does not.
@@ -226,11 +227,11 @@ class QarlRolloutActor(_RolloutActor):
 
     async def probe_logprobs(self, token_ids: list[list[int]]) -> list[list[float]]:
         """log p(ids[t+1] | ids[:t+1]) at temperature 1 for each list of ids; len(ids) - 1 numbers each."""
-        await self.weights.wait_ready(self.name, self.timeout_s)
+        failures = await self.weights.wait_ready(self.name, self.timeout_s)
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
         async def probe(ids: list[int]) -> list[float]:
-            output = await self._read(ids, params)
+            output = await self._read(ids, params, failures)
             return [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
 
         try:
@@ -240,18 +241,19 @@ class QarlRolloutActor(_RolloutActor):
 
     async def probe_routing(self, token_ids: list[list[int]]) -> list | None:
         """Expert ids [len(ids), layers, k] (numpy) of each list of ids; None of a dense model or an engine that keeps none."""
-        await self.weights.wait_ready(self.name, self.timeout_s)
+        failures = await self.weights.wait_ready(self.name, self.timeout_s)
         if not self.llm.model_config.enable_return_routed_experts:
             return None
         params = SamplingParams(temperature=1.0, max_tokens=1, detokenize=False)
-        outputs = await asyncio.gather(*[self._read(ids, params) for ids in token_ids])
+        outputs = await asyncio.gather(*[self._read(ids, params, failures) for ids in token_ids])
         return [output.outputs[0].routed_experts for output in outputs]
 
-    async def _read(self, ids: list[int], params: SamplingParams) -> RequestOutput:
-        """Of a text that is not sampled, before any request that waits (``engine_args.chosen``)."""
+    async def _read(self, ids: list[int], params: SamplingParams, failures: int) -> RequestOutput:
+        """Of a text that is not sampled, before any request that waits (``engine_args.chosen``). failures: ``wait_ready``'s."""
         async for output in self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, request_id=random_uuid(), priority=-1):
             pass
         self.token_versions.take(output)
+        self.weights.require_whole(self.name, failures)
         return output
 
     # ---- weight updates -----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ finished update, and products go through :mod:`qarl_openrlhf.kernels.dispatch`, 
 """
 
 from abc import abstractmethod
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from qarl_openrlhf.engine.layout import ShardShapeParameter
 from qarl_openrlhf.engine.moe_method import CpuMoEMethod
 from qarl_openrlhf.kernels import dispatch, product
 from qarl_openrlhf.patches.vllm_names import RoutedExperts
-from qarl_openrlhf.quant import PackedWeight, QuantScheme
+from qarl_openrlhf.quant import PackedWeight, QuantError, QuantScheme
 from qarl_openrlhf.quant.names import DECODER_LAYER, ROUTER_GATES
 
 METHOD = "qarl"
@@ -157,6 +158,7 @@ class QarlLinearMethod(InPlaceLinearMethod):
                 "weight_shape": shape,
             }
         scale = torch.zeros(n, 1, dtype=dtype)
+        both["weight_loader"] = partial(_load_codes, self.prefix, loader)
         return {
             "weight": ModelWeightParameter(data=torch.zeros(n, k, dtype=torch.int8), **both),
             "weight_scale": ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=loader),
@@ -183,6 +185,16 @@ class QarlLinearMethod(InPlaceLinearMethod):
         if self.scheme.activation_format == "bf16":
             return operand.to(dtype)
         return (operand.float() * layer.weight_scale.float()).to(dtype)
+
+
+def _load_codes(prefix: str, loader, parameter: nn.Parameter, loaded: Tensor, *shard) -> None:
+    """vLLM's loader, which would round the BF16 ``weight`` of a layer that a checkpoint leaves unquantized to integers."""
+    if loaded.dtype != parameter.dtype:
+        raise QuantError(
+            f"{prefix}: the checkpoint has a weight of {loaded.dtype}, and this engine quantizes every decoder layer: leave --engine "
+            "out, vLLM's own kernels leave single layers as they are"
+        )
+    loader(parameter, loaded, *shard)
 
 
 def refresh(model: nn.Module) -> None:

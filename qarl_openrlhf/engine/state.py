@@ -20,6 +20,7 @@ class WeightState:
 
     Attributes:
         version: of the last complete update, None before the first.
+        failures: how often an update has failed.
         settled: set while no update is under way.
     """
 
@@ -27,6 +28,7 @@ class WeightState:
         self.state = Weights.EMPTY
         self.version: int | None = None
         self.reason: str | None = None
+        self.failures = 0
         self.settled = asyncio.Event()
         self.settled.set()
         self._live = False
@@ -49,23 +51,33 @@ class WeightState:
         if self.state is not Weights.FAILED:  # the first reason is the cause
             self.reason = reason
         self.state = Weights.FAILED
+        self.failures += 1
         self.settled.set()
 
-    async def wait_ready(self, engine: str, timeout_s: float) -> None:
-        """Return if READY; wait for the end of an update of a live engine (asynchronous training); else EngineNotReady."""
+    async def wait_ready(self, engine: str, timeout_s: float) -> int:
+        """Return ``failures`` if READY; wait for the end of an update of a live engine (asynchronous training); else EngineNotReady."""
         if self.state is Weights.UPDATING and self._live:
             try:
                 await asyncio.wait_for(self.settled.wait(), timeout_s)
             except TimeoutError:
                 pass
         if self.state is Weights.READY:
-            return
+            return self.failures
         hint = {
             Weights.EMPTY: "it was started with dummy weights and nothing has been published to it",
             Weights.UPDATING: f"{self.reason}, and it has no complete weights to fall back on",
             Weights.FAILED: f"its last weight update failed ({self.reason}); publish again",
         }[self.state]
         raise EngineNotReady(f"{engine} refuses to generate: weights are {self.state.value}, {hint}")
+
+    def require_whole(self, engine: str, failures: int) -> None:
+        """EngineNotReady if an update has failed since :meth:`wait_ready` returned ``failures``.
+
+        The failure aborts what the engine's core has, but a request may still be on its way there, and is computed afterwards.
+        """
+        if failures != self.failures:
+            why = self.reason or "another one has been published since"
+            raise EngineNotReady(f"{engine} aborted a request: a weight update failed while it was under way ({why})")
 
     def to_dict(self) -> dict:
         return {"state": self.state.value, "version": self.version, "reason": self.reason}

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import ray
+import torch
 from vllm import AsyncEngineArgs
 
 from qarl_openrlhf.engine import plugin
@@ -63,6 +64,23 @@ def test_a_layer_that_does_not_fit_is_named_when_the_engine_is_built():
         method.create_weights(layer, 192, [128], 192, 128, None, weight_loader=None)
 
 
+def test_a_layer_that_a_checkpoint_leaves_unquantized_is_named_and_not_read_as_codes(monkeypatch):
+    """An export with --skip, evaluated with --engine qarl: BF16 weights in int8 parameters would be zeros, without a word."""
+    from qarl_openrlhf.engine.cpu_method import QarlLinearMethod
+
+    for what, value in (("rank", 0), ("world_size", 1)):  # vLLM's parameters ask for them
+        monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{what}", lambda value=value: value)
+    name, taken = "model.layers.0.self_attn.qkv_proj", []
+    method = QarlLinearMethod(QuantScheme.parse("w8a8"), name)
+    weight = method.parameters([32, 16, 16], 64, torch.bfloat16, lambda parameter, *loaded: taken.append(loaded))["weight"]
+    codes = torch.ones(16, 64, dtype=torch.int8)
+    weight.weight_loader(weight, codes, "k")
+    assert taken == [(codes, "k")]
+    with pytest.raises(QuantError, match=f"{name}: the checkpoint has a weight of torch.bfloat16"):
+        weight.weight_loader(weight, codes.bfloat16(), "k")
+    assert len(taken) == 1
+
+
 def test_experts_of_another_form_are_refused_by_layer_name():
     from types import SimpleNamespace
 
@@ -116,7 +134,7 @@ def test_states():
         await asyncio.sleep(0.02)
         assert not waiting.done()
         state.complete(3)
-        await waiting
+        failures = await waiting
         state.begin(4)
         await refused("UPDATING")  # but not for ever
         waiting = asyncio.create_task(state.wait_ready("engine 7", 10))
@@ -124,6 +142,13 @@ def test_states():
         state.fail("broken")
         with pytest.raises(EngineNotReady, match="broken"):
             await waiting
+        with pytest.raises(EngineNotReady, match="engine 7 aborted a request.*broken"):
+            state.require_whole("engine 7", failures)  # of a request that was let in before it broke
+        state.begin(5)
+        state.complete(5)
+        with pytest.raises(EngineNotReady, match="another one has been published since"):
+            state.require_whole("engine 7", failures)
+        state.require_whole("engine 7", await state.wait_ready("engine 7", 10))
 
     asyncio.run(check())
 

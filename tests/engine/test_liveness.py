@@ -66,8 +66,10 @@ def test_a_call_of_a_process_that_died_ends():
     async def never(*args):
         await asyncio.Event().wait()
 
+    started = time.monotonic()
     error, cancelled = run(never, dies_after=0.05)
     assert isinstance(error, Dead) and cancelled == ["pause"]
+    assert time.monotonic() - started < 1
 
 
 def test_whoever_waits_for_an_engine_that_dies_is_told(cluster, tmp_path):

@@ -208,6 +208,37 @@ def test_engines_of_a_push_that_is_judged_wrong_afterwards_sample_nothing_more(q
     assert_heals(qwen3)
 
 
+def test_a_request_that_enters_only_after_the_update_has_failed_is_no_rollout(qwen3):
+    """It was let in under whole weights; vLLM prepares requests in a thread, of many or with images for seconds."""
+    qwen3.publish()
+    engine = qwen3.engines[0]
+
+    def hold(actor) -> None:
+        actor.held, inputs = asyncio.Event(), actor.llm.input_processor
+        prepare = actor.prepare = inputs.process_inputs_async
+
+        async def late(*args, **kwargs):
+            await actor.held.wait()
+            return await prepare(*args, **kwargs)
+
+        inputs.process_inputs_async = late
+
+    def let_go(actor) -> None:
+        actor.llm.input_processor.process_inputs_async = actor.prepare
+        actor.llm.output_handler.get_loop().call_soon_threadsafe(actor.held.set)
+
+    ray.get(engine.__ray_call__.remote(hold), timeout=30)
+    calls = sampling_calls(engine)
+    time.sleep(0.5)
+    with pytest.raises(SyncError):
+        qwen3.publish(without(qwen3.learner.tensors(), "model.norm.weight"))
+    ray.get(engine.__ray_call__.remote(let_go), timeout=30)
+    for call in calls:
+        error = refusal(call)
+        assert isinstance(error, EngineNotReady) and "model.norm.weight" in str(error), error
+    assert_heals(qwen3)
+
+
 def test_requests_in_flight_are_aborted_however_late_a_worker_answers(qwen3):
     """A worker that waits for a peer keeps the clean-up waiting for longer than the update that failed waits for it."""
     qwen3.publish()
