@@ -117,7 +117,22 @@ class ReportingTrainer:
     def note(self, text: str) -> None:
         self.metrics_writer.note(text)
 
+    def ppo_train(self, global_steps: int) -> dict:
+        status = super().ppo_train(global_steps)
+        if global_steps <= self.args.critic.freezing_steps:
+            # OpenRLHF's actor, which did not train, would keep the rollout and train on all of them when it is freed.
+            ray.get(self.actor_model_group.async_run_method(method_name="drop_rollout"))
+        return status
+
+    def init_checkpoint_states(self) -> dict:
+        states = super().init_checkpoint_states()
+        if self.args.algo.kl.target:
+            self.kl_ctl.value = states.pop("kl_coef", self.kl_ctl.value)
+        return states
+
     def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
+        if client_states and self.args.algo.kl.target:  # else it is the flag's
+            client_states["kl_coef"] = float(self.kl_ctl.value)  # of numpy's, which not every reader of a checkpoint takes
         logs = dict(logs_dict or {})
         generation = logs.get("timing/generation")
         if generation:
