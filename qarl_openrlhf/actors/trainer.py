@@ -60,6 +60,7 @@ ppo_trainer.SamplesGenerator = ppo_trainer_async.SamplesGenerator = QarlSamplesG
 class ReportingTrainer:
     """What the synchronous and the asynchronous trainer share. Mixed in before OpenRLHF's ``BasePPOTrainer``."""
 
+    sampled_tokens = 0  # since the rollout before, see ``QarlSamplesGenerator``
     overlapping = False  # rollout and update at the same time: the step's time is then OpenRLHF's wall clock
 
     def __init__(self, pretrain, strategy, *args, **kwargs):
@@ -97,6 +98,7 @@ class ReportingTrainer:
         write_records(self.args.metrics.dir, next_step, ray.get(self.actor_model_group.async_run_method("take_record"))[0])
         status = mean_logs(rollout_samples) | status | self.sync_metrics  # what we and OpenRLHF measure keeps its names
         status["rollout/tokens"] = float(sum(int(sample.action_mask.sum()) for sample in rollout_samples))
+        self.sampled_tokens = rollout_samples[0].sampled_tokens
         if (mixed := mixed_group_fraction(rollout_samples, self.args.rollout.n_samples_per_prompt)) is not None:
             status["rollout/mixed_group_frac"] = mixed
         status["timing/update_total"] = time.perf_counter() - started
@@ -134,9 +136,10 @@ class ReportingTrainer:
         if client_states and self.args.algo.kl.target:  # else it is the flag's
             client_states["kl_coef"] = float(self.kl_ctl.value)  # of numpy's, which not every reader of a checkpoint takes
         logs = dict(logs_dict or {})
+        # Not of what is trained on: some is filtered out, and some was sampled in another step.
         generation = logs.get("timing/generation")
-        if generation:
-            logs["rollout/tok_per_s"] = logs["rollout/tokens"] / generation
+        if generation and self.sampled_tokens:
+            logs["rollout/tok_per_s"] = self.sampled_tokens / generation
         sample = logs.pop("generated_samples", None)
         if choices := logs.pop("kernels/choices", None):
             self.metrics_writer.note(f"kernels chosen by --quant.kernel auto:\n{choices}")
