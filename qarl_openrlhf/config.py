@@ -174,6 +174,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
     Args:
         args: OpenRLHF's nested arguments with our groups in them.
     """
+    from qarl_openrlhf.planning.idle_flags import check_idle_flags
     from qarl_openrlhf.planning.liger import check_liger
     from qarl_openrlhf.planning.low_bit import check_low_bit
 
@@ -196,7 +197,7 @@ def check(args: SimpleNamespace, device: str, typed: set[str]) -> None:
         args.ds.attn_implementation = "qarl_varlen"  # actors.varlen_attention
     args.sync.transport = choose_transport(args, device)
     _check_schedulers(args)
-    _check_evaluation(args)
+    check_idle_flags(args, typed)
     _check_dynamic_batches(args)
     _check_muon(args, typed)
     check_low_bit(args)
@@ -294,15 +295,6 @@ def _check_dynamic_batches(args) -> None:
         )
     if args.ds.deepcompile:
         raise ConfigError("--train.dynamic_batch_enable with --ds.deepcompile: DeepSpeed cannot accumulate there; drop one of them")
-
-
-def _check_evaluation(args) -> None:
-    """OpenRLHF takes either flag without the other, and then evaluates nothing."""
-    wanted = args.eval.steps not in (-1, float("inf"))
-    if wanted and not args.eval.dataset:
-        raise ConfigError(f"--eval.steps {args.eval.steps} evaluates nothing without held-out prompts: add --eval.dataset FILE")
-    if args.eval.dataset and not wanted:
-        raise ConfigError(f"--eval.dataset {args.eval.dataset} is never evaluated: add --eval.steps N")
 
 
 def _check_schedulers(args) -> None:

@@ -179,6 +179,8 @@ class QarlActorTrainer(ActorPPOTrainer):
         }
         nothing = {name for name, (_, count) in sums.items() if not count}  # no response with A < 0, say: no share of them
         metrics = {name: float(value) for name, value in metrics_from_sums(sums).items() if name not in nothing}
+        if "objective/in_band_frac" in metrics:
+            metrics["ppo_clip_ratio"] = 1 - metrics["objective/in_band_frac"]  # whose units may be responses: OpenRLHF weighs it by tokens
         return metrics | {"objective/warning": band_warning(sums)}
 
     def _memory_metrics(self) -> dict:

@@ -9,10 +9,14 @@ import socket
 from openrlhf.trainer.ray import launcher, ppo_critic
 
 from qarl_openrlhf.actors.cores import use_cores
+from qarl_openrlhf.actors.critic import QarlCriticTrainer
 from qarl_openrlhf.actors.micro_batches import keep_whole_steps
 from qarl_openrlhf.checkpoint.state import set_random_state
 from qarl_openrlhf.patches import liger
 from qarl_openrlhf.patches.rotary import restore_frequencies
+
+# ``CriticModelActor.init_model_from_pretrained`` looks the trainer class up in its module.
+ppo_critic.CriticPPOTrainer = QarlCriticTrainer
 
 
 def plain_class(actor_class) -> type:

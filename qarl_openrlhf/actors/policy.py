@@ -64,6 +64,10 @@ class QarlPolicyActor(KeepsPort, plain_class(ppo_actor.PolicyModelActor)):
                 torch.cuda.empty_cache()
         return status
 
+    def drop_rollout(self) -> None:
+        """Of a step in which only the critic is trained (``--critic.freezing_steps``)."""
+        self.trainer.replay_buffer.clear()
+
     def save_checkpoint(self, tag, client_states=None, metric_value=None, metric_key=None) -> None:
         first_codes = self.trainer.publishing.changed_codes.first  # half a byte a weight, on a CPU only
         self.strategy.rank_state = {"version": self.trainer.publishing.version, "first_codes": first_codes}

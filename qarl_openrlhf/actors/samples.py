@@ -23,6 +23,7 @@ class QarlSamplesGenerator(SamplesGenerator):
     prompts_sent = 0  # for training; numbers them over the whole run
     evaluating = False
     generated = 0  # calls of the engines
+    sampled_tokens = 0  # for training, since the last call of generate_samples
     since = 0  # prompts sampled from for training, after the last whose group passed --algo.dynamic_filtering_enable
 
     def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str], **kwargs) -> list:
@@ -65,6 +66,8 @@ class QarlSamplesGenerator(SamplesGenerator):
         experience = super()._process_response_into_experience(response | {"extra_logs": {}}, **kwargs)
         experience.extra_logs = {name: float(torch.as_tensor(value).flatten()[0]) for name, value in logs.items()}
         experience.slot = response["slot"]
+        if not self.evaluating:
+            self.sampled_tokens += int(experience.action_mask.sum())  # here: not all of them come out of --algo.dynamic_filtering_enable
         tokens = experience.sequences.shape[1]
         versions = response.get("weight_versions") or [-1] * tokens
         experience.weight_versions = torch.tensor(versions[1:tokens]).unsqueeze(0)  # a field of StampedExperience
@@ -84,8 +87,10 @@ class QarlSamplesGenerator(SamplesGenerator):
             if state["sample_buffer"] or not state["exhausted"]:
                 self._sample_buffer = state["sample_buffer"]
                 self._dataloader_iter = None if state["exhausted"] else iter(self.prompts_dataloader)
-        before = self.generated
+        before, self.sampled_tokens = self.generated, 0
         result = super().generate_samples(**kwargs)
+        for first in result[0][:1]:  # on its way to the trainer with it, which may be another process
+            first.sampled_tokens = self.sampled_tokens
         if self.args.vllm.enable_sleep and self.generated == before:  # from the buffer: the publish has woken the engines
             batch_vllm_engine_call(self.vllm_engines, "sleep")
         return result

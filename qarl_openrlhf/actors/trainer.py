@@ -31,6 +31,13 @@ class QarlExperienceMaker(RemoteExperienceMaker):
             return [ray.put(placeholder)]
         return super()._dispatch_forward(group, sync_condition, **kwargs)
 
+    def compute_advantages_and_returns(self, experiences: list) -> list:
+        """OpenRLHF's, from rewards in float64: in float32 the mean of seven rewards of 0.7 is not 0.7, and ``group_norm`` divides what is
+        left by a deviation of about 0 plus 1e-9, so that a group without a better response is pushed as one, by an advantage of 1 to 60."""
+        for experience in experiences:
+            experience.rewards = experience.rewards.double()
+        return super().compute_advantages_and_returns(experiences)
+
     def get_cumulative_returns(self, rewards, action_mask, gamma: float):
         """OpenRLHF's sums in one call, to the last bit: it loops over the tokens of each batch, minutes of long responses in which every
         GPU waits. float32 [B, T] like ``rewards``."""
@@ -53,6 +60,7 @@ ppo_trainer.SamplesGenerator = ppo_trainer_async.SamplesGenerator = QarlSamplesG
 class ReportingTrainer:
     """What the synchronous and the asynchronous trainer share. Mixed in before OpenRLHF's ``BasePPOTrainer``."""
 
+    sampled_tokens = 0  # since the rollout before, see ``QarlSamplesGenerator``
     overlapping = False  # rollout and update at the same time: the step's time is then OpenRLHF's wall clock
 
     def __init__(self, pretrain, strategy, *args, **kwargs):
@@ -90,6 +98,7 @@ class ReportingTrainer:
         write_records(self.args.metrics.dir, next_step, ray.get(self.actor_model_group.async_run_method("take_record"))[0])
         status = mean_logs(rollout_samples) | status | self.sync_metrics  # what we and OpenRLHF measure keeps its names
         status["rollout/tokens"] = float(sum(int(sample.action_mask.sum()) for sample in rollout_samples))
+        self.sampled_tokens = rollout_samples[0].sampled_tokens
         if (mixed := mixed_group_fraction(rollout_samples, self.args.rollout.n_samples_per_prompt)) is not None:
             status["rollout/mixed_group_frac"] = mixed
         status["timing/update_total"] = time.perf_counter() - started
@@ -110,11 +119,27 @@ class ReportingTrainer:
     def note(self, text: str) -> None:
         self.metrics_writer.note(text)
 
+    def ppo_train(self, global_steps: int) -> dict:
+        status = super().ppo_train(global_steps)
+        if global_steps <= self.args.critic.freezing_steps:
+            # OpenRLHF's actor, which did not train, would keep the rollout and train on all of them when it is freed.
+            ray.get(self.actor_model_group.async_run_method(method_name="drop_rollout"))
+        return status
+
+    def init_checkpoint_states(self) -> dict:
+        states = super().init_checkpoint_states()
+        if self.args.algo.kl.target:
+            self.kl_ctl.value = states.pop("kl_coef", self.kl_ctl.value)
+        return states
+
     def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
+        if client_states and self.args.algo.kl.target:  # else it is the flag's
+            client_states["kl_coef"] = float(self.kl_ctl.value)  # of numpy's, which not every reader of a checkpoint takes
         logs = dict(logs_dict or {})
+        # Not of what is trained on: some is filtered out, and some was sampled in another step.
         generation = logs.get("timing/generation")
-        if generation:
-            logs["rollout/tok_per_s"] = logs["rollout/tokens"] / generation
+        if generation and self.sampled_tokens:
+            logs["rollout/tok_per_s"] = self.sampled_tokens / generation
         sample = logs.pop("generated_samples", None)
         if choices := logs.pop("kernels/choices", None):
             self.metrics_writer.note(f"kernels chosen by --quant.kernel auto:\n{choices}")

@@ -19,11 +19,20 @@ from .conftest import learner_args, make_rollout
 
 
 @pytest.fixture
-def critic(one_rank, tmp_path):
+def make_critic(one_rank, tmp_path):
+    return lambda **flags: build(save_tiny_model(tmp_path, "llama"), **flags)
+
+
+@pytest.fixture
+def critic(make_critic):
+    return make_critic()
+
+
+def build(model: str, **flags):
     """A critic's Ray actor, in this process: 8 responses an optimizer step, in micro-batches of 4."""
     from qarl_openrlhf.actors.strategy import make_strategy
 
-    args = learner_args(save_tiny_model(tmp_path, "llama"), algo__advantage__estimator="gae", critic__adam__lr=1e-3, quant__scheme="bf16")
+    args = learner_args(model, algo__advantage__estimator="gae", critic__adam__lr=1e-3, quant__scheme="bf16", **flags)
     actor = CriticModelActor.__new__(CriticModelActor)
     actor.strategy = strategy = make_strategy(args)
     actor._setup_distributed = lambda strategy: strategy.setup_distributed()  # the world that the tests of this process share
@@ -51,6 +60,31 @@ def test_a_partial_optimizer_step_is_dropped_not_carried_over(critic, capsys):
     assert critic.fit() == {} and "critic: dropping 5 of 5" in capsys.readouterr().out
     give(critic, 16, 5)
     assert critic.fit()["critic_loss"] > 0 and "dropping" not in capsys.readouterr().out
+
+
+LAYOUTS = {
+    "padded": {},
+    "dynamic": {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 40, "rollout__max_tokens_per_gpu": 40},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_values_are_means_over_the_tokens_however_they_are_batched(make_critic, layout):
+    critic = make_critic(train__batch_size=16, **LAYOUTS[layout])
+    give(critic, 16, 1)
+    values, returns = [], []
+    for item in critic.trainer.replay_buffer.items:
+        mask = item.action_mask[None]
+        values.append(critic.forward(item.sequences[None], mask, item.attention_mask[None])[mask.bool()].double())
+        returns.append(item.returns[None][mask.bool()].double())
+    values, returns = torch.cat(values), torch.cat(returns)
+    clipped = values.clamp(-critic.strategy.args.critic.value_clip, critic.strategy.args.critic.value_clip)  # the old ones are 0
+    steps = critic.critic.global_steps
+    status = critic.fit()
+    assert critic.critic.global_steps == steps + 1
+    assert status["values"] == pytest.approx(float(values.mean()), rel=0.01)
+    loss = 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    assert status["critic_loss"] == pytest.approx(float(loss.mean()), rel=0.01)
 
 
 def keep(rank: int, world: int, directory: str) -> None:

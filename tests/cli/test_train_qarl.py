@@ -191,6 +191,14 @@ def test_without_our_flags_openrlhf_is_left_as_it_is(base):
         (["--rollout.top_p", "0.9"], "allow_truncated_sampling"),
         (["--eval.steps", "5"], "--eval.steps 5 evaluates nothing without held-out prompts: add --eval.dataset FILE"),
         (["--eval.dataset", "held.jsonl"], "--eval.dataset held.jsonl is never evaluated: add --eval.steps N"),
+        (["--objective.name", "tbpo", "--algo.kl.use_loss"], "--algo.kl.use_loss without a KL term, as --algo.kl.init_coef is 0: add"),
+        (["--objective.name", "tbpo", "--algo.kl.target", "0.1"], "--algo.kl.target 0.1 without a KL term, as --algo.kl.init_coef is 0: add"),
+        (["--algo.kl.target", "0.1", "--algo.kl.init_coef", "0"], "--algo.kl.target 0.1 without a KL term"),
+        (["--critic.freezing_steps", "5"], "--algo.advantage.estimator group_norm has none: nothing would be trained in those steps"),
+        (
+            ["--reward.overlong_buffer_len", "64", "--rollout.max_new_tokens", "32"],
+            "--reward.overlong_buffer_len 64 is more tokens than a response may have (--rollout.max_new_tokens 32)",
+        ),
         (
             ["--train.async_enable", "--eval.dataset", "held.jsonl", "--eval.steps", "5", "--ckpt.best_metric_key", "accuracy"],
             "when an evaluation has ended, the weights it judged have been trained further",
@@ -223,6 +231,16 @@ def test_wrong_combinations_are_refused_before_anything_starts(base, extra, mess
 def test_a_critic_that_is_not_trained_has_no_say_in_the_batches(base):
     sizes = ["--critic.num_gpus_per_node", "3", "--rollout.batch_size", "4", "--rollout.micro_batch_size", "16", "--train.batch_size", "32"]
     train_qarl.resolve([*base, *sizes])
+
+
+def test_a_kl_term_that_is_asked_for_is_there(base):
+    ours = ["--objective.name", "tbpo"]
+    for none in ([], ["--algo.kl.use_loss", "--algo.kl.init_coef", "0"]):
+        assert train_qarl.resolve([*base, *ours, *none])[0].algo.kl.init_coef == 0
+    args, _, _ = train_qarl.resolve([*base, *ours, "--algo.kl.use_loss", "--algo.kl.init_coef", "0.02", "--algo.kl.target", "0.1"])
+    assert args.algo.kl.use_loss and args.algo.kl.init_coef == 0.02
+    args, _, _ = train_qarl.resolve([*base, "--algo.kl.use_loss"])  # OpenRLHF's own loss has its own default
+    assert args.algo.kl.init_coef == 0.01
 
 
 def test_packing_without_flash_attn_takes_our_attention(base):
