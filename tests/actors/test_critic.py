@@ -87,6 +87,14 @@ def test_loss_and_values_are_means_over_the_tokens_however_they_are_batched(make
     assert status["critic_loss"] == pytest.approx(float(loss.mean()), rel=0.01)
 
 
+def test_the_gradients_norm_is_of_the_last_step(critic):
+    for seed in (1, 2):
+        give(critic, 16, seed)
+        status = critic.fit()
+        assert status["critic_grad_norm"] == float(critic.critic.get_global_grad_norm()) > 0
+        assert status["critic_lr"] == critic.trainer.critic_scheduler.get_last_lr()[0]
+
+
 def keep(rank: int, world: int, directory: str) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (world, 1, 1), mesh_dim_names=("dp", "sp", "tp"))
