@@ -7,7 +7,6 @@ finished update, and products go through :mod:`qarl_openrlhf.kernels.dispatch`, 
 """
 
 from abc import abstractmethod
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -158,7 +157,7 @@ class QarlLinearMethod(InPlaceLinearMethod):
                 "weight_shape": shape,
             }
         scale = torch.zeros(n, 1, dtype=dtype)
-        both["weight_loader"] = partial(_load_codes, self.prefix, loader)
+        both["weight_loader"] = _loader_of_codes(loader, self.prefix)
         return {
             "weight": ModelWeightParameter(data=torch.zeros(n, k, dtype=torch.int8), **both),
             "weight_scale": ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=loader),
@@ -187,14 +186,18 @@ class QarlLinearMethod(InPlaceLinearMethod):
         return (operand.float() * layer.weight_scale.float()).to(dtype)
 
 
-def _load_codes(prefix: str, loader, parameter: nn.Parameter, loaded: Tensor, *shard) -> None:
+def _loader_of_codes(loader, prefix: str):
     """vLLM's loader, which would round the BF16 ``weight`` of a layer that a checkpoint leaves unquantized to integers."""
-    if loaded.dtype != parameter.dtype:
-        raise QuantError(
-            f"{prefix}: the checkpoint has a weight of {loaded.dtype}, and this engine quantizes every decoder layer: leave --engine "
-            "out, vLLM's own kernels leave single layers as they are"
-        )
-    loader(parameter, loaded, *shard)
+
+    def load(parameter: nn.Parameter, loaded: Tensor, *shard) -> None:
+        if loaded.dtype != parameter.dtype:
+            raise QuantError(
+                f"{prefix}: the checkpoint has a weight of {loaded.dtype}, and this engine quantizes every decoder layer: leave "
+                "--engine out, vLLM's own kernels leave single layers as they are"
+            )
+        loader(parameter, loaded, *shard)
+
+    return load
 
 
 def refresh(model: nn.Module) -> None:
