@@ -6,6 +6,7 @@ Nothing is trained. QaRL in w4a16, Muon, gradient checkpointing, log-probs in ch
 taking turns on the same GPUs; on one GPU and with more than 20 B parameters, optimizer and master weights in main memory.
 """
 
+import argparse
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -85,4 +86,6 @@ def main(models: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    main(parser.parse_args().models)

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=count, default=22528, help="tokens of a micro-batch of the learner")
     parser.add_argument("--repeats", type=count, default=2, help="measured rollouts of the learner a depth")
     parser.add_argument("--profile", action="store_true", help="one more rollout of the learner, for its kernels by device time")
-    parser.add_argument("--pushes", type=count, default=5)
+    parser.add_argument("--pushes", type=count, default=5, help="measured pushes (default: 5)")
     parser.add_argument("--transport", default="auto", choices=("auto", "ipc", "nccl", "gloo"), help="auto: ipc, on a CPU gloo")
     parser.add_argument("--tp", type=count, default=1, help="tensor parallel size of the engine (with nccl)")
     parser.add_argument("--minutes", type=float, default=9, help="no piece is begun that would not end within these")

@@ -64,19 +64,19 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench_sync", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="8b", choices=list(sync.SHAPES))
-    parser.add_argument("--schemes", nargs="+", default=["bf16", "w4a16"])
-    parser.add_argument("--transport", default="nccl", choices=("nccl", "ipc", "gloo"))
-    parser.add_argument("--pushes", type=count, default=20)
+    parser.add_argument("--shape", default="8b", choices=list(sync.SHAPES), help="shape of the model (default: 8b)")
+    parser.add_argument("--schemes", nargs="+", default=["bf16", "w4a16"], help="default: bf16 w4a16")
+    parser.add_argument("--transport", default="nccl", choices=("nccl", "ipc", "gloo"), help="default: nccl")
+    parser.add_argument("--pushes", type=count, default=20, help="measured pushes, after a first that is not (default: 20)")
     parser.add_argument("--layers", type=count, help="fewer decoder layers")
     parser.add_argument("--learner_ranks", type=count, default=1, help="GPUs (gloo: processes) that share the master weights")
     parser.add_argument("--tp", type=count, default=1, help="tensor parallel size of the engine")
     parser.add_argument("--expert_parallel", action="store_true", help="the engine's ranks hold whole experts, not parts of each")
-    parser.add_argument("--bucket_mb", type=count, default=512)
-    parser.add_argument("--verify", default="checksum", choices=("checksum", "off"))
+    parser.add_argument("--bucket_mb", type=count, default=512, help="size of a bucket, as --sync.bucket_mb (default: 512)")
+    parser.add_argument("--verify", default="checksum", choices=("checksum", "off"), help="as --sync.verify (default: checksum)")
     parser.add_argument("--openrlhf", action="store_true", help="also OpenRLHF's own BF16 push, one RPC a parameter")
     parser.add_argument("--decode", action="store_true", help="decode speed after the first and after the last push")
-    parser.add_argument("--out", default="benchmarks/results")
+    parser.add_argument("--out", default="benchmarks/results", help="directory of sync_<shape>_<transport>_<card>.json")
     return parser
 
 

@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default=None, help="of a DeepSpeed checkpoint: the model it was trained from")
     add("--tag", default=None, help="of a DeepSpeed checkpoint: which one")
     add("--limit", type=int, default=None, help="only the first N items of each task")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the samples (default: 0)")
     add("--tp", type=int, default=1, help="tensor-parallel size of the engine")
     add("--gpu_memory_utilization", type=float, default=None, help="share of the device's memory (default: 0.9; on a CPU 0.3)")
     add("--workers", type=int, default=max(1, min(8, len(os.sched_getaffinity(0)))), help="judging processes (default: %(default)s)")
