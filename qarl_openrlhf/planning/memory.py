@@ -38,15 +38,15 @@ def estimate(args, shape: ModelShape, critic: ModelShape | None = None) -> list[
             learner.role = "each learner GPU (policy and critic)"
         else:
             kinds.append(other)
-    if not args.vllm.num_engines:
-        return [_with_every_phase(one) for one in kinds]
-    engine = _engine(args, shape, list(PHASES) if shared else ["rollout", "publish"], shared)
-    if not shared:
-        return [*map(_with_every_phase, kinds), engine]
-    learner.role = "each GPU (learner, critic and engine)" if critic and len(kinds) == 1 else "each GPU (learner and engine)"
-    learner.parts += engine.parts
-    learner.host += engine.host
-    learner.notes += engine.notes
+    if args.vllm.num_engines:
+        engine = _engine(args, shape, list(PHASES) if shared else ["rollout", "publish"], shared)
+        if shared:
+            learner.role = "each GPU (learner, critic and engine)" if critic and len(kinds) == 1 else "each GPU (learner and engine)"
+            learner.parts += engine.parts
+            learner.host += engine.host
+            learner.notes += engine.notes
+        else:
+            kinds.append(engine)
     return [_with_every_phase(one) for one in kinds]
 
 

@@ -43,6 +43,18 @@ def learner_args(model: str, **flags):
     return train_qarl.resolve(argv({k: v for k, v in wanted.items() if v is not None}))[0]
 
 
+def build_critic(args):
+    """A critic's Ray actor, in this process and in the world that it already has."""
+    from qarl_openrlhf.actors.model_workers import CriticModelActor
+    from qarl_openrlhf.actors.strategy import make_strategy
+
+    actor = CriticModelActor.__new__(CriticModelActor)
+    actor.strategy = strategy = make_strategy(args)
+    actor._setup_distributed = lambda strategy: strategy.setup_distributed()
+    actor.init_model_from_pretrained(strategy, args.critic.model_name_or_path, 100)
+    return actor
+
+
 def build_learner(model: str, **flags):
     """A ``QarlActorTrainer`` without engines, with ``learner_args``, built as the Ray actor builds it."""
     from qarl_openrlhf import patches

@@ -76,9 +76,7 @@ CRITICS = [(1, "adam", False), (2, "adam", False), (3, "adam", False), (2, "muon
 
 
 def critics(rank: int, world: int, model: str, out: str) -> None:
-    from qarl_openrlhf.actors.model_workers import CriticModelActor
-    from qarl_openrlhf.actors.strategy import make_strategy
-    from tests.actors.conftest import learner_args, make_rollout
+    from tests.actors.conftest import build_critic, learner_args, make_rollout
 
     items = make_rollout(count=2 * WINDOW // world)
     for item in items:
@@ -86,14 +84,10 @@ def critics(rank: int, world: int, model: str, out: str) -> None:
     results = {}
     for case in CRITICS:
         before = storages()
-        args = learner_args(model, **critic_flags(*case, world))
-        actor = CriticModelActor.__new__(CriticModelActor)
-        actor._setup_distributed = lambda strategy: strategy.setup_distributed()
-        actor.strategy = strategy = make_strategy(args)
-        actor.init_model_from_pretrained(strategy, args.critic.model_name_or_path, 100)
+        actor = build_critic(learner_args(model, **critic_flags(*case, world)))
         for item in items:
             actor.append(item)
-        results[case] = watch(strategy, world, before)
+        results[case] = watch(actor.strategy, world, before)
         actor.fit()
     torch.save(results, f"{out}.{rank}")
 

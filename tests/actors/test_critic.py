@@ -11,11 +11,10 @@ from openrlhf.trainer.ppo_utils import NaiveReplayBuffer
 from torch.distributed.device_mesh import init_device_mesh
 
 from qarl_openrlhf.actors.micro_batches import keep_whole_steps
-from qarl_openrlhf.actors.model_workers import CriticModelActor
 from tests.ranks import Ranks
 from tests.tiny_models import save_tiny_model
 
-from .conftest import learner_args, make_rollout
+from .conftest import build_critic, learner_args, make_rollout
 
 
 @pytest.fixture
@@ -29,15 +28,8 @@ def critic(make_critic):
 
 
 def build(model: str, **flags):
-    """A critic's Ray actor, in this process: 8 responses an optimizer step, in micro-batches of 4."""
-    from qarl_openrlhf.actors.strategy import make_strategy
-
-    args = learner_args(model, algo__advantage__estimator="gae", critic__adam__lr=1e-3, quant__scheme="bf16", **flags)
-    actor = CriticModelActor.__new__(CriticModelActor)
-    actor.strategy = strategy = make_strategy(args)
-    actor._setup_distributed = lambda strategy: strategy.setup_distributed()  # the world that the tests of this process share
-    actor.init_model_from_pretrained(strategy, args.critic.model_name_or_path, 100)
-    return actor
+    """8 responses an optimizer step, in micro-batches of 4."""
+    return build_critic(learner_args(model, algo__advantage__estimator="gae", critic__adam__lr=1e-3, quant__scheme="bf16", **flags))
 
 
 def give(critic, count: int, seed: int) -> None:
