@@ -35,7 +35,7 @@ def describe(args, resources, defaults: dict | None = None) -> tuple[str, list[s
         memory = f"not estimated: {type(model).__name__} is built otherwise than the decoders known here ({error})"
         problems = []
     else:
-        memory, problems = memory_report(args, shape, _critic_shape(args))
+        memory, problems = memory_report(args, shape, _critic_shape(args, shape))
     samples = args.rollout.batch_size * args.rollout.n_samples_per_prompt
     title = "flags:" if defaults is None else "flags that differ from their defaults (--dry_run_all shows all):"
     sections = [
@@ -62,7 +62,7 @@ def main_memory_problems(args) -> list[str]:
     if args.device != "cpu":
         return []
     shape = _shape(args)
-    return host_report(args, shape, _critic_shape(args))[1] if shape else []
+    return host_report(args, shape, _critic_shape(args, shape))[1] if shape else []
 
 
 def offload_notes(args) -> list[str]:
@@ -70,7 +70,7 @@ def offload_notes(args) -> list[str]:
     if args.device == "cpu" or not (args.ds.adam_offload or args.ds.enable_sleep or args.vllm.enable_sleep):
         return []
     shape = _shape(args)
-    return main_memory_notes(max(one.host for one in estimate(args, shape, _critic_shape(args)))) if shape else []
+    return main_memory_notes(max(one.host for one in estimate(args, shape, _critic_shape(args, shape)))) if shape else []
 
 
 def engine_places(args) -> list[str]:
@@ -134,8 +134,9 @@ def _shape(args) -> ModelShape | None:
     return _known(*_planned(args, config), config)
 
 
-def _critic_shape(args) -> ModelShape | None:
-    """The same of the critic's model, which has a number a token in place of an lm_head; None of a run without one."""
+def _critic_shape(args, policy: ModelShape) -> ModelShape | None:
+    """Of the critic's model, which has a number a token in place of an lm_head, or the policy's where the estimate does not know its kind;
+    None of a run without a critic."""
     name = args.critic.model_name_or_path
     if not name:
         return None
@@ -143,7 +144,7 @@ def _critic_shape(args) -> ModelShape | None:
     model = meta_model(config, name, "critic")
     if hasattr(model, "lm_head"):
         del model.lm_head
-    return _known(model, convert_model(model, QuantScheme.parse("bf16")), config)
+    return _known(model, convert_model(model, QuantScheme.parse("bf16")), config) or policy
 
 
 def _known(model, plan, config) -> ModelShape | None:

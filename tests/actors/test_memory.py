@@ -78,7 +78,7 @@ def test_so_does_a_critic(model, tmp_path, world):
     for rank in range(world):
         for case, moments in torch.load(f"{tmp_path / 'bytes'}.{rank}").items():
             args = learner_args(model, **memory_worker.critic_flags(*case, world))
-            shape = _critic_shape(args)
+            shape = _critic_shape(args, None)
             parts = learner_memory.critic(args, shape, ALL).parts
             for moment, size in moments.items():
                 bucket = case[0] == 3 or (case[0] == 1 and moment == "accumulating")

@@ -5,11 +5,13 @@ from types import SimpleNamespace as N
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qarl_openrlhf.cli import dry_run
 from qarl_openrlhf.cli.dry_run import _critic_shape
 from qarl_openrlhf.config import ConfigError
 from qarl_openrlhf.planning import learner_memory, memory
 from qarl_openrlhf.planning.host_memory import PROCESS, host_parts
 from qarl_openrlhf.planning.model_shape import layer_activations
+from qarl_openrlhf.planning.positions import load_config
 from tests.tiny_models import save_tiny_model
 
 from .test_memory import apart, shape_8b
@@ -87,18 +89,22 @@ def test_one_that_does_not_fit_is_named_with_what_helps():
     assert problem.startswith("each critic GPU needs about") and "--ds.zero_stage 3" in problem
 
 
-def test_its_model_has_no_lm_head_and_a_missing_one_is_named(tmp_path):
+def test_its_model_has_no_lm_head_and_a_missing_one_is_named(tmp_path, monkeypatch):
     path = save_tiny_model(tmp_path / "m", "qwen3", hidden=128)
     args = N(actor=N(model_name_or_path="other"), critic=N(model_name_or_path=path), model=N(max_positions=None, rope_theta=None))
     config = AutoConfig.from_pretrained(path)
     whole = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    assert _critic_shape(args).parameters == whole - head
+    policy = shape_8b("bf16")
+    assert _critic_shape(args, policy).parameters == whole - head
+    with monkeypatch.context() as patch:  # a model of another kind counts as the policy's, not as nothing
+        patch.setattr(dry_run, "_known", lambda *_: None)
+        assert _critic_shape(args, policy) is policy
     args.critic.model_name_or_path = None
-    assert _critic_shape(args) is None
+    assert _critic_shape(args, policy) is None
     args.critic.model_name_or_path = "/no/such"
     with pytest.raises(ConfigError, match="--critic.model_name_or_path /no/such is not a directory"):
-        _critic_shape(args)
+        _critic_shape(args, policy)
 
 
 def test_on_a_cpu_a_critic_counts_with_its_optimizer(monkeypatch):
@@ -112,3 +118,12 @@ def test_on_a_cpu_a_critic_counts_with_its_optimizer(monkeypatch):
     expected = 2 * PROCESS + 2 * shape.parameters + 18 * shape.parameters + 2 * layer_activations(shape, tokens)
     assert parts["critic"] == expected
 
+
+
+def test_overrides_of_positions_are_the_policys_and_of_a_critic_from_the_same_model(tmp_path):
+    same, other = (save_tiny_model(tmp_path / name, "qwen3", hidden=128) for name in ("same", "other"))
+    longer = AutoConfig.from_pretrained(same).max_position_embeddings * 2
+    args = N(actor=N(model_name_or_path=same), critic=N(model_name_or_path=same), model=N(max_positions=longer, rope_theta=None))
+    assert [load_config(args, role).max_position_embeddings for role in ("actor", "critic")] == [longer, longer]
+    args.critic.model_name_or_path = other
+    assert load_config(args, "critic").max_position_embeddings == longer // 2
