@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qarl_openrlhf.actors import cores
+from qarl_openrlhf.bench.step_learner import StepLearner
 
 
 @pytest.fixture
@@ -43,3 +44,18 @@ def test_more_learners_than_cores_have_one_each(monkeypatch, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cores.use_cores(N(ds=N(adam_offload=True)), N(num_gpus_per_node=8))
     assert threads() == 1
+
+
+def test_a_measured_learner_has_those_of_a_run(monkeypatch):
+    """Before DeepSpeed makes the optimizer, whose threads are those of that moment."""
+    asked = []
+
+    def use(args, group):
+        asked.append((args, group))
+        raise InterruptedError
+
+    monkeypatch.setattr(cores, "use_cores", use)
+    args = N(actor=object())
+    with pytest.raises(InterruptedError):
+        StepLearner(args, None, "cuda")
+    assert asked == [(args, args.actor)]
