@@ -1,6 +1,7 @@
 """A run killed with -9 goes on from its last checkpoint, and ends with the bits of the run that was never killed."""
 
 import os
+import re
 import shutil
 import threading
 import time
@@ -162,7 +163,7 @@ def train_and_kill(wanted: dict, phase: str) -> int:
         raise killer.failed
     assert killer.saved is not None, f"the run ended before its learner was killed: {ended!r}; it was seen as {killer.seen}"
     assert ended is not None, "the run went on without its learner"
-    assert f"learner, rank 0: its process (pid {killer.pid} " in ended, ended
+    assert re.search(rf"learner, rank \d: its process \(pid {killer.pid} ", ended), ended  # of two, whichever was seen first
     assert 2 <= killer.saved < STEPS
     return killer.saved
 
